@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         save_pretrained as save_pretrained,
         state_dict as state_dict,
     )
+    from slapo_torch.sharded_data import fully_shard as fully_shard
     from slapo_tune.samplers import Sampler as Sampler, Trial as Trial
     from slapo_verify import verify as verify
 
@@ -83,6 +84,7 @@ OWNERS = {
     ("primitives", "find"): "slapo-graph",
     ("primitives", "fit"): "slapo-estimate",
     ("primitives", "fork_rng"): "slapo-tp",
+    ("primitives", "fully_shard"): "slapo-torch",
     ("primitives", "fuse"): "slapo-fusion",
     ("primitives", "linear_cross_entropy"): "slapo-loss",
     ("primitives", "merge"): "slapo-graph",
@@ -124,6 +126,7 @@ _NAMES = {
         "save_pretrained",
         "state_dict",
     ),
+    "slapo_torch.sharded_data": ("fully_shard",),
     "slapo_tune.samplers": ("Sampler", "Trial"),
     "slapo_verify": ("verify",),
     "slapo_core.errors": tuple(errors.__all__),

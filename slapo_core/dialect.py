@@ -83,12 +83,14 @@ class Dialect(ABC):
             partitions each at once. Otherwise all have their values before it is called.
         accumulates: whether a training step of the engine takes ``context.micro_batches(batch)`` one after the other;
             ``build(..., accumulate=2)`` is refused otherwise.
+        instead: name of a primitive of other targets -> the option of this one that does the same, for the refusal.
     """
 
     name: ClassVar[str]
     supports: ClassVar[frozenset[str]]
     takes_tensors: ClassVar[bool] = False
     accumulates: ClassVar[bool] = False
+    instead: ClassVar[Mapping[str, str]] = {}
 
     def check(self, schedule: Schedule) -> Iterable[Violation]:
         """Give every reason why the runtime cannot take this schedule."""

@@ -231,12 +231,15 @@ class Primitive(ABC):
             other text of that form. Functions in other fields cannot be saved.
         selections: the fields that take a part of the module's computation, e.g. a match of a pattern, or the pattern.
             Before the preconditions each becomes a :class:`Selection` of the present computation.
+        targets: the dialects that carry the step out in ``build``, e.g. ``frozenset({"torch"})``; others refuse it.
+            None: the step is in effect by itself.
     """
 
     name: ClassVar[str]
     equivalence: ClassVar[Equivalence]
     named_functions: ClassVar[tuple[str, ...]] = ()
     selections: ClassVar[tuple[str, ...]] = ()
+    targets: ClassVar[frozenset[str] | None] = None
 
     def __post_init__(self) -> None:
         _check_fields(self)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-MESH_DIMS = ("dp", "pp", "cp", "ep", "tp")
+MESH_DIMS = ("dp_replicate", "dp", "pp", "cp", "ep", "tp")
 """Names a mesh dimension may have: data, pipeline, context, expert and tensor parallelism."""
 
-DATA_DIMS = ("dp", "cp", "ep")
+DATA_DIMS = ("dp_replicate", "dp", "cp", "ep")
 """Dimensions along which ranks take other samples: running statistics and dropout are each rank's own."""
 
 

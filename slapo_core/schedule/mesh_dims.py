@@ -14,7 +14,7 @@ def unused_mesh_dims(schedule: Schedule) -> tuple[str, ...]:
     Replicas (``dp``) and stages (``pp``), which the runtime uses, are left out.
     """
     sizes = schedule.mesh.sizes if schedule.mesh is not None else {}
-    used = {"dp", "pp", *(getattr(record.primitive, "mesh_dim", None) for record in schedule.records)}
+    used = {"dp_replicate", "dp", "pp", *(getattr(record.primitive, "mesh_dim", None) for record in schedule.records)}
     used |= {*sharded_mesh_dims(schedule)}
     return tuple(mesh_dim for mesh_dim, size in sizes.items() if size > 1 and mesh_dim not in used)
 

@@ -123,12 +123,17 @@ class Schedule(SchedulePrimitives):
         """
         return self._core.undo(to)
 
-    def seal(self, by: str | None = None) -> None:
-        """End the schedule: no more steps, no undo; the originals that undo needed are dropped (by ``by``)."""
+    def seal(self, by: str = "seal()", *, hands_over: bool = False) -> None:
+        """End the schedule: no more steps, no undo; the originals that undo needed are dropped.
+
+        Args:
+            by: the caller, for later refusals.
+            hands_over: whether an engine checks the training from now on, and no longer the schedule's own guards.
+        """
         if not self.is_sealed:
             self._core.check_open("seal")
-        self._core.sealed_by = self._core.sealed_by or by or "seal()"
-        if by is not None:
+        self._core.sealed_by = self._core.sealed_by or by
+        if hands_over:
             for guards in self._core.history.guards:
                 guards.hand_over()
         self._core.history.drop_originals()

@@ -43,6 +43,7 @@ FUNCTIONS_AND_CLASSES = {
     "estimate",
     "estimate_functions",
     "fit",
+    "fully_shard",
     "hookimpl",
     "load_optimizer_state_dict",
     "load_state_dict",

@@ -30,6 +30,7 @@ class DeepSpeedDialect(Dialect):
     supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
     takes_tensors: ClassVar[bool] = True
     accumulates: ClassVar[bool] = True
+    instead: ClassVar[Mapping[str, str]] = {"torch.fully_shard": 'zero_optimization={"stage": 3}'}
 
     def check(self, schedule: Schedule) -> Iterable[Violation]:
         return complex_parameters(schedule, "DeepSpeed")

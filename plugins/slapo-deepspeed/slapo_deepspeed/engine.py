@@ -131,7 +131,7 @@ def prepared(sch: Schedule) -> tuple[nn.Module, MeshUnit, list[nn.Parameter]]:
     state = ModelState.of(sch)
     start(mesh)
     mark_tensors(state.tensors(), mesh)
-    sch.seal("slapo_deepspeed.prepare()")
+    sch.seal("slapo_deepspeed.prepare()", hands_over=True)
     return sch.model, MeshUnit(mesh), [one for one in sch.model.parameters() if one.requires_grad]
 
 

@@ -53,6 +53,7 @@ class MegatronDialect(Dialect):
     name: ClassVar[str] = "megatron"
     supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
     accumulates: ClassVar[bool] = True
+    instead: ClassVar[Mapping[str, str]] = {"torch.fully_shard": "use_distributed_optimizer=True"}
 
     def check(self, schedule: Schedule) -> Iterable[Violation]:
         return violations(schedule)

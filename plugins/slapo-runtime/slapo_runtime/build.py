@@ -192,7 +192,7 @@ class _Build:
             values.take_back()
             raise
         values.keep()
-        schedule.seal("build()")
+        schedule.seal("build()", hands_over=True)
         return engine
 
     def _place(self, target: BuildTarget, plan: Plan, values: Materialization) -> tuple[int, ...]:

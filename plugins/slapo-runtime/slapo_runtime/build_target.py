@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError, SealedError, SlapoError, warn_user
 from slapo_core.internals import Internals, sharded_mesh_dims, unused_mesh_dims
-from slapo_runtime.planning import unsupported_mesh_dims, with_choices
+from slapo_runtime.planning import foreign_steps, unsupported_mesh_dims, with_choices
 from slapo_runtime.ranks.consistency import refuse_if_incomplete, with_reasons
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class BuildTarget:
         mesh = schedule.mesh
         with self._blamed("check"):
             reasons = [str(violation) for violation in self.dialect.check(schedule) or ()]
-        reasons += unsupported_mesh_dims(self.dialect, schedule)
+        reasons += [*unsupported_mesh_dims(self.dialect, schedule), *foreign_steps(schedule, self.dialect)]
         if reasons:
             raise BuildError(with_reasons(f"target '{self.dialect.name}' cannot run this schedule", reasons))
         refuse_if_incomplete(schedule, trains=trains)

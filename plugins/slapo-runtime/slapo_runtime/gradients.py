@@ -56,8 +56,11 @@ class GradientClipper:
             if isinstance(live.tensor, nn.Parameter):
                 holders = correspondence.holders(live)
                 groups = self._groups(*(mesh_dim for mesh_dim, _ in live.layout.shards()), *holders)
-                groups |= {group.group_name: (group, device) for group, device in sharding_groups(live.tensor)}
                 counted = self._counted.setdefault(tuple(groups), _Counted(list(groups.values()), []))
+                # Other pipeline ranks do not know which parameters are DTensors: their shards are summed before.
+                groups = {group.group_name: (group, device) for group, device in sharding_groups(live.tensor)}
+                if groups:
+                    counted = counted.sharded.setdefault(tuple(groups), _Counted(list(groups.values()), []))
                 if self._dtypes is not None and live.tensor.requires_grad:
                     self._dtypes.add(live.tensor.dtype)
                 if live.is_local:
@@ -99,28 +102,34 @@ class GradientClipper:
         Raises:
             RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
         """
-        found = [counted.gradients() for counted in self._counted.values()]
+        found: list[list[torch.Tensor]] = []  # this rank's parts of the gradients
         rest, _ = _Counted([], self._again).gradients()
-        norms = [self._norm_of(one, own) for one, (_, own) in zip(self._counted.values(), found, strict=True)]
+        norms = [self._norm_of(counted, found) for counted in self._counted.values()]
         device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
         total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self._norm_type)
-        total = total.to(self._dtype(one for local, _ in found for one in local))
+        total = total.to(self._dtype(one for local in found for one in local))
         if self._error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"the {self._norm_type}-norm of all gradients over all ranks is {total.item()}, so they cannot be "
                 "clipped; error_if_nonfinite=False scales them nevertheless"
             )
-        held: Any = [SimpleNamespace(grad=one) for local in (*(local for local, _ in found), rest) for one in local]
+        held: Any = [SimpleNamespace(grad=one) for local in (*found, rest) for one in local]
         nn.utils.clip_grads_with_norm_(held, self._max_norm, total)
         return total
 
     @torch.no_grad()
-    def _norm_of(self, counted: _Counted, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Compute the norm of gradients over their process groups: a collective."""
+    def _norm_of(self, counted: _Counted, found: list[list[torch.Tensor]]) -> torch.Tensor:
+        """Compute the norm of gradients over their process groups: a collective; append them to ``found``."""
+        inner = [self._norm_of(one, found) for one in counted.sharded.values()]
+        local, gradients = counted.gradients()
+        found.append(local)
         if gradients:
             norm = nn.utils.get_total_norm(gradients, self._norm_type)
         else:
             norm = torch.zeros((), device=self._device)  # torch's is on the CPU, and would be copied
+        if inner:
+            norms = torch.stack([norm.double(), *(one.to(norm.device).double() for one in inner)])
+            norm = torch.linalg.vector_norm(norms, self._norm_type)
         if not counted.groups:
             return norm
         # In one type on every rank: a rank without these gradients does not know their type, but takes part.
@@ -149,6 +158,8 @@ class _Counted:
     parameters: list[nn.Parameter]
     parts: dict[int, list[ShardRange]] = field(default_factory=dict)
     """The counted parts of parameters that this rank does not count fully."""
+    sharded: dict[tuple[str, ...], _Counted] = field(default_factory=dict)
+    """The DTensors, by the groups of their own meshes."""
 
     @torch.no_grad()
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

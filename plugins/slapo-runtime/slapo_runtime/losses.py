@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -128,8 +129,9 @@ class LossWeights:
     ) -> None:
         self._model, self._function, self._device = model, function, device
         self._dtype = torch.promote_types(torch.float32, dtype)  # of a divided count
-        self._replicas = mesh.size("dp") if mesh is not None else 1
-        self._group = mesh.group("dp") if mesh is not None and self._replicas > 1 else None
+        groups = [mesh.group(mesh_dim) for mesh_dim in ("dp_replicate", "dp")] if mesh is not None else []
+        self._groups = [group for group in groups if group is not None]
+        self._replicas = math.prod(group.size() for group in self._groups)
         self._is_compared = self._is_probed = False
         self._waiting: list[tuple[Any, Any, Scales | None, int]] = []  # micro-batches of a training step
 
@@ -159,10 +161,11 @@ class LossWeights:
             return None
         weights = torch.stack([self._weight(batch) for batch in batches])
         total, replicas = weights.sum(), 1
-        if training and self._group is not None:
+        if training and self._groups:
             import torch.distributed as dist
 
-            dist.all_reduce(total, group=self._group)
+            for group in self._groups:
+                dist.all_reduce(total, group=group)
             replicas = self._replicas
         return Scales(weights, total, len(batches) * replicas, training=training)
 
@@ -258,15 +261,18 @@ class LossWeights:
                 f"loss_weight is given, but the batch has '{ITEMS}', by which the model divides its loss itself",
                 hint=f"leave out loss_weight, or '{ITEMS}'",
             )
-        if self._is_compared or self._group is None:
+        if self._is_compared or not self._groups:
             return
         import torch.distributed as dist
 
         self._is_compared = True
-        own = torch.tensor(float(items), dtype=torch.float64, device=self._device)
-        everywhere = [torch.empty_like(own) for _ in range(self._replicas)]
-        dist.all_gather(everywhere, own, group=self._group)
-        if any(one != own for one in everywhere):
+        own = torch.tensor([float(items)], dtype=torch.float64, device=self._device)
+        everywhere = own
+        for group in self._groups:
+            found = [torch.empty_like(everywhere) for _ in range(group.size())]
+            dist.all_gather(found, everywhere, group=group)
+            everywhere = torch.cat(found)
+        if bool((everywhere != own).any()):
             raise RankMismatchError(
                 f"'{ITEMS}' differs between replicas ({', '.join(f'{float(one):g}' for one in everywhere)}): it must "
                 "count the items of all their batches",

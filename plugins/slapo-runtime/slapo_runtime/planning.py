@@ -53,6 +53,17 @@ def unsupported_mesh_dims(dialect: Dialect, schedule: Schedule) -> Iterator[str]
             yield f"it does not run mesh_dim '{mesh_dim}' (size {size}); it runs {known}"
 
 
+def foreign_steps(schedule: Schedule, dialect: Dialect) -> Iterator[str]:
+    """Name the first step that another target carries out, and the option of this one that does the same."""
+    for record in schedule.records:
+        targets = record.primitive.targets
+        if targets is not None and dialect.name not in targets:
+            option = dialect.instead.get(record.name)
+            hint = f" (leave it out, and give build({option}))" if option else ""
+            yield f"{record} is for target {' or '.join(map(repr, sorted(targets)))}{hint}"
+            return
+
+
 def with_choices(plan: Plan, schedule: Schedule) -> Plan:
     """Add the choices that steps noted, e.g. the implementation of a loss."""
     lines = [

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import BuildError, Dialect, Plan
 from slapo_runtime.planning import checked_axes
+from slapo_torch.data_options import (
+    OF_REPLICAS,
+    OF_SHARDS,
+    check_shards,
+    data_parallel,
+    data_steps,
+    options_of_replicas,
+)
 from slapo_torch.schedules import schedule_named, schedule_of
 
 if TYPE_CHECKING:
@@ -19,12 +26,6 @@ if TYPE_CHECKING:
     from slapo_torch.running_stage import PipelineRunner
 
 
-_REPLICATED: dict[str, Any] = {
-    "batch_axes": None,
-    "find_unused_parameters": False,
-    "gradient_as_bucket_view": True,
-    "bucket_cap_mb": 25,
-}
 _PIPELINED: dict[str, Any] = {
     "pipeline_schedule": None,
     "microbatches": None,
@@ -44,8 +45,14 @@ class TorchDialect(Dialect):
     Options with one rank along ``pp``:
 
     - ``batch_axes``: as below, for ``accumulate``.
-    - options of DistributedDataParallel, by their own names, e.g. ``find_unused_parameters`` or ``static_graph``.
-      Default: its own, but ``gradient_as_bucket_view=True``.
+    - ``data_parallel``: ``"ddp"``, every rank along ``dp`` holds a replica, by DistributedDataParallel; or ``"fsdp"``,
+      it holds shards of parameters, gradients and optimizer state, by ``fully_shard``: of the units that steps mark
+      (``sch["model.layers.*"].fully_shard()``), else of the repeated blocks. With ``dp_replicate`` in the mesh, groups
+      of ``dp`` ranks that share parameters are replicated (HSDP). Default: ``"fsdp"`` where a step marks units or the
+      mesh has ``dp_replicate``, else ``"ddp"``.
+    - with ``"ddp"`` options of DistributedDataParallel, by their own names, e.g. ``find_unused_parameters`` or
+      ``static_graph``. Default: its own, but ``gradient_as_bucket_view=True``.
+    - with ``"fsdp"``, ``reshard_after_forward``: of units whose step says nothing else.
 
     Options with several ranks along ``pp``:
 
@@ -61,26 +68,22 @@ class TorchDialect(Dialect):
     """
 
     name: ClassVar[str] = "torch"
-    supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
+    supports: ClassVar[frozenset[str]] = frozenset({"dp", "dp_replicate", "pp", "tp"})
     accumulates: ClassVar[bool] = True
 
     def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
         mesh = schedule.mesh
         pp = mesh.size("pp") if mesh is not None else 1
-        known, other = (_PIPELINED, _REPLICATED) if pp > 1 else (_REPLICATED, _PIPELINED)
-        passed_on: frozenset[str] = frozenset() if pp > 1 else _options_of_replicas()
+        parallel = data_parallel(schedule, config)
+        known = {"batch_axes": None, "data_parallel": parallel} | (
+            _PIPELINED if pp > 1 else OF_SHARDS if parallel == "fsdp" else OF_REPLICAS
+        )
+        passed_on = options_of_replicas() if pp == 1 and parallel == "ddp" else frozenset()
         for name in sorted(set(config) - set(known) - passed_on):
-            if name not in other:
-                hint = _PRECISION_HINT if name in _PRECISION else None
-                shown = ", ".join(known) + (", and the options of DistributedDataParallel" if pp == 1 else "")
-                raise BuildError(f"target 'torch' has no option {name!r}; it has {shown}", hint=hint)
-            why = "several ranks" if pp == 1 else "one rank"
-            given = "no mesh" if mesh is None else mesh
-            raise BuildError(
-                f"option {name!r} of target 'torch' is for a mesh with {why} along 'pp' (got {given})",
-                hint=f"leave it out; this mesh has the options {', '.join(known)}",
-            )
-        options = {**known, **config, "batch_axes": checked_axes(config.get("batch_axes"))}
+            raise self._unknown(name, known, parallel, schedule, pp)
+        options = {**known, **config, "data_parallel": parallel, "batch_axes": checked_axes(config.get("batch_axes"))}
+        if parallel == "fsdp":
+            check_shards(schedule, {**OF_SHARDS, **options})
         steps = [f"the scheduled {type(schedule.model).__name__}, {len(schedule.records)} steps applied"]
         if mesh is not None:
             if pp > 1:
@@ -89,14 +92,36 @@ class TorchDialect(Dialect):
             steps += [
                 f"collectives of the steps over mesh_dim '{mesh_dim}' ({size} ranks)"
                 for mesh_dim, size in mesh.sizes.items()
-                if mesh_dim not in ("dp", "pp") and size > 1
+                if mesh_dim not in ("dp", "dp_replicate", "pp") and size > 1
             ]
             if mesh.size("tp") > 1:
                 steps.append("one RNG state for the ranks of mesh_dim 'tp': the first rank's")
-            if mesh.size("dp") > 1:
-                how = "the mean of gradients, exchanged as each stage ends," if pp > 1 else "DistributedDataParallel"
-                steps.append(f"{how} over mesh_dim 'dp' ({mesh.size('dp')} ranks)")
+            steps += data_steps(schedule, options)
         return Plan("torch", tuple(steps), options)
+
+    @staticmethod
+    def _unknown(name: str, known: Mapping[str, Any], parallel: str, schedule: Schedule, pp: int) -> BuildError:
+        if name in OF_SHARDS:
+            return BuildError(
+                f"option {name!r} of target 'torch' is for data_parallel='fsdp' (got '{parallel}')",
+                hint=f'data_parallel="fsdp", or leave {name} out',
+            )
+        if name in _PIPELINED or name in OF_REPLICAS or (parallel == "fsdp" and name in options_of_replicas()):
+            if parallel == "fsdp" and name not in _PIPELINED:
+                return BuildError(
+                    f"option {name!r} is DistributedDataParallel's, and data_parallel is 'fsdp'",
+                    hint=f'leave {name} out, or data_parallel="ddp"',
+                )
+            why = "several ranks" if pp == 1 else "one rank"
+            given = "no mesh" if schedule.mesh is None else schedule.mesh
+            return BuildError(
+                f"option {name!r} of target 'torch' is for a mesh with {why} along 'pp' (got {given})",
+                hint=f"leave it out; this mesh has the options {', '.join(known)}",
+            )
+        others = ", and the options of DistributedDataParallel" if pp == 1 and parallel == "ddp" else ""
+        shown = ", ".join(known) + others
+        hint = _PRECISION_HINT if name in _PRECISION else None
+        return BuildError(f"target 'torch' has no option {name!r}; it has {shown}", hint=hint)
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
         """Return ``(0, 1, 0, 1)`` for looped schedules, ``(0, 1, 1, 0)`` for V-shaped ones.
@@ -153,14 +178,6 @@ class TorchDialect(Dialect):
         from slapo_torch.engine import TorchEngine
 
         return TorchEngine(plan, context)
-
-
-def _options_of_replicas() -> frozenset[str]:
-    """Return the options of DistributedDataParallel that ``build`` does not set itself."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    own = {"module", "device_ids", "output_device", "dim", "process_group", "device_mesh"}
-    return frozenset(inspect.signature(DistributedDataParallel).parameters) - own
 
 
 def _pipeline_options(options: Mapping[str, Any], pp: int) -> dict[str, Any]:

@@ -12,10 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import REBUILD, StatefulEngine
+from slapo_torch.data_options import OWN_OPTIONS, data_ranks
+from slapo_torch.fully_shard import FullyShard, units_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from slapo_core import Plan
     from slapo_runtime.context import BuildContext
+    from slapo_runtime.state import ModelState
+    from slapo_torch.sharded_data import ShardedData
 
 
 class TorchRuntime:
@@ -33,15 +39,16 @@ class TorchRuntime:
     Args:
         module: see below.
         context: from ``build``.
+        sharded: the model's shards under ``fully_shard``; None without.
 
     Attributes:
         module: the module to call in a training step: DistributedDataParallel around ``engine.module`` if the mesh has
             several replicas (``dp``), else ``engine.module`` itself, whose gradients are of this rank's samples alone.
     """
 
-    def __init__(self, module: nn.Module, context: BuildContext) -> None:
+    def __init__(self, module: nn.Module, context: BuildContext, sharded: ShardedData | None = None) -> None:
         self.module = module
-        self._context = context
+        self._context, self._sharded = context, sharded
         self._handles: list[Any] = []
         self._is_averaged = False
         self._is_recorded = not getattr(module, "static_graph", False)
@@ -51,6 +58,8 @@ class TorchRuntime:
         if not self._is_recorded:  # static_graph: torch fails without an exchange in the first backward pass
             self._is_recorded = True
             return contextlib.nullcontext()
+        if self._sharded is not None:
+            return self._sharded.no_sync()
         if isinstance(self.module, DistributedDataParallel):
             return self.module.no_sync()  # type: ignore[no-any-return]
         return contextlib.nullcontext()
@@ -91,28 +100,49 @@ class TorchEngine(StatefulEngine):
     """The implementation of :class:`slapo_core.dialect.Engine` in plain PyTorch.
 
     Args:
-        plan: the plan of the build; ``plan.config`` holds ``batch_axes`` and the options of DistributedDataParallel.
+        plan: the plan of the build; ``plan.config`` holds ``batch_axes`` and the options of data parallelism.
         context: from ``build``.
     """
 
     def __init__(self, plan: Plan, context: BuildContext) -> None:
         self.plan, self._context = plan, context
-        self.optimizer = context.make_optimizer()
-        self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
-        self._module = context.schedule.model
-        self._state = context.state
+        self._module, self._reason = context.schedule.model, None
+        self._sharded: ShardedData | None = None
         self._frozen: tuple[nn.Parameter, ...] = ()  # parameters that DistributedDataParallel never averages
-        self._runtime: TorchRuntime | None = TorchRuntime(self._replicated(context), context)
+        is_sharded = plan.config["data_parallel"] == "fsdp" and data_ranks(context.schedule.mesh) > 1
+        self.optimizer = context.make_optimizer(partitioned=is_sharded)
+        if is_sharded:
+            self._shard()
+        self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
+        module = self._module if is_sharded else self._replicated()
+        self._runtime: TorchRuntime | None = TorchRuntime(module, context, self._sharded)
         self._runtime.watch(self.optimizer)
 
-    def _replicated(self, context: BuildContext) -> nn.Module:
+    def _replicated(self) -> nn.Module:
         """Return the model, or DistributedDataParallel around it, for training steps."""
-        model, mesh = self._module, context.schedule.mesh
+        model, mesh = self._module, self._context.schedule.mesh
         if mesh is None or mesh.size("dp") == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         self._frozen = tuple(parameter for parameter in model.parameters() if not parameter.requires_grad)
-        options = {name: value for name, value in self.plan.config.items() if name != "batch_axes"}
+        options = {name: value for name, value in self.plan.config.items() if name not in OWN_OPTIONS}
         return DistributedDataParallel(model, process_group=mesh.group("dp"), **options)
+
+    def _shard(self) -> None:
+        """Put shards into the model and into the optimizer; everything that can fail came before."""
+        from slapo_torch.sharded_data import ShardedData, mesh_of_shards
+
+        if self.optimizer is not None and self.optimizer.state:
+            raise BuildError(
+                f"{type(self.optimizer).__name__} has state before its first step: that of full parameters",
+                hint="use an optimizer that makes its state in the first step (SGD, AdamW)",
+            )
+        schedule, reshard = self._context.schedule, self.plan.config["reshard_after_forward"]
+        units = units_of(schedule, reshard_after_forward=reshard)
+        assert schedule.mesh is not None
+        root = FullyShard(False if reshard is False else None)
+        self._sharded = ShardedData(self._module, units, mesh_of_shards(schedule.mesh), root=root)
+        self._sharded.take_over(self.optimizer)
+        self._context.state.tensors()  # shards take over the layouts of the parameters in whose place they are
 
     @property
     def torch(self) -> TorchRuntime:
@@ -122,19 +152,26 @@ class TorchEngine(StatefulEngine):
             BuildError: the engine is closed.
         """
         if self._runtime is None:
-            raise self._closed()
+            raise self._closed(self._reason or "")
         return self._runtime
 
     @property
     def module(self) -> nn.Module:
         return self._module
 
+    @property
+    def _state(self) -> ModelState:  # type: ignore[override]
+        """The state for the methods of StatefulEngine; also right after a forward of the user's."""
+        if self._sharded is not None:
+            self._sharded.reshard()
+        return self._context.state
+
     # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
         optimizer, runtime = self.optimizer, self._runtime
         if runtime is None:
-            raise self._closed()
+            raise self._closed(self._reason or "")
         if optimizer is None:
             raise self._without_optimizer()
         self._refuse_without_gradients()
@@ -142,13 +179,18 @@ class TorchEngine(StatefulEngine):
             raise self._unfrozen()
         batches = self._context.micro_batches(batch, axes=self.plan.config["batch_axes"])
         losses, output = [], None
-        for number, inputs in enumerate(batches, start=1):
-            with runtime.no_sync() if number < len(batches) else contextlib.nullcontext():
-                loss, output = self._context.compute_loss(inputs, runtime.module)
-                if number == 1:
-                    optimizer.zero_grad(set_to_none=True)
-                (loss / len(batches) if len(batches) > 1 else loss).backward()
-            losses.append(loss.detach())
+        with self._passes():
+            if self._sharded is not None:
+                self._sharded.forget_gradients()
+            for number, inputs in enumerate(batches, start=1):
+                with runtime.no_sync() if number < len(batches) else contextlib.nullcontext():
+                    loss, output = self._context.compute_loss(inputs, runtime.module)
+                    if number == 1:
+                        optimizer.zero_grad(set_to_none=True)
+                    (loss / len(batches) if len(batches) > 1 else loss).backward()
+                losses.append(loss.detach())
+            if self._sharded is not None:
+                self._sharded.refuse_unseen_backward()
         norm = self._context.clip_gradients()
         optimizer.step()
         if self.lr_scheduler is not None:
@@ -159,9 +201,25 @@ class TorchEngine(StatefulEngine):
 
     def eval_step(self, batch: Any) -> StepResult:
         if self._runtime is None:
-            raise self._closed()
-        loss, output = self._context.evaluate(batch)
+            raise self._closed(self._reason or "")
+        with self._passes():
+            loss, output = self._context.evaluate(batch)
         return StepResult(loss, output)
+
+    @contextlib.contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Free what passes of the model gather; close the engine if one fails where torch cannot go on."""
+        if self._sharded is None:
+            yield
+            return
+        try:
+            with self._sharded.passes():
+                yield
+        except BaseException as error:
+            if not self._sharded.recovers:
+                self._reason = f"a step failed: {type(error).__name__}: {error}"
+                self.close()
+            raise
 
     def _unfrozen(self) -> BuildError:
         frozen = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
@@ -173,7 +231,10 @@ class TorchEngine(StatefulEngine):
         )
 
     def close(self) -> None:
-        """Release the optimizer and DistributedDataParallel; the model and its state stay."""
+        """Release the optimizer and DistributedDataParallel; the model and its state stay.
+
+        A model under ``fully_shard`` stays there: ``state_dict()`` gives its full tensors.
+        """
         if self._runtime is not None:
             self._runtime.close()
         self._runtime = self.optimizer = self.lr_scheduler = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_core import BuildError, StepResult
+from slapo_runtime.correspondence.storage import sharded_over
 from slapo_runtime.engine import PipelineSteps, StatefulEngine
 from slapo_runtime.stages.runner import StageCache, step_seed
+from slapo_torch.data_options import data_ranks
+from slapo_torch.fully_shard import units_of_stages
 from slapo_torch.replica_gradients import averaging
 from slapo_torch.running_stage import PipelineRunner
 from slapo_torch.schedules import schedule_of
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from slapo_runtime.stages import StagedModel
     from slapo_runtime.stages.partition import Partition
     from slapo_torch.running_stage import PipelineWork
+    from slapo_torch.sharded_data import ShardedStages
 
 
 class PipelineRuntime:
@@ -152,18 +157,20 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
             )
         self.plan, self._context, self._mesh = plan, context, mesh
         self._state = context.state
-        self.optimizer = context.make_optimizer()
-        self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
         self._ranks, self._rank = context.stage_ranks, mesh.rank("pp")
         self._count: int = plan.config["microbatches"]
+        self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
+        self._part: nn.Module | None = None
+        is_sharded = plan.config["data_parallel"] == "fsdp" and data_ranks(mesh) > 1
+        self.optimizer = context.make_optimizer(partitioned=is_sharded)
+        self._sharded = self._shard() if is_sharded else None
+        self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
         here = [live for live in self._state.tensors() if live.is_local]
-        self._parameters = [live.tensor for live in here if live.is_parameter]
+        self._parameters = [live.tensor for live in here if live.is_parameter and not sharded_over(live.tensor)]
         self._device = context.device or next((live.tensor.device for live in here), torch.device("cpu"))
         self._schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
-        self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
         self._cache = StageCache(context, self._count, self._axes, "", self._runner)
         self._sent_bytes: dict[int, list[int]] = {}  # to other ranks, forward and backward, by stage
-        self._part: nn.Module | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -182,6 +189,21 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
         """
         self._require_open()
         return PipelineRuntime(self, self._context)
+
+    def _shard(self) -> ShardedStages:
+        """Put shards into the stages of this rank and into the optimizer; everything that can fail came before."""
+        from slapo_torch.sharded_data import ShardedStages, mesh_of_shards
+
+        schedule = self._context.schedule
+        assert schedule.mesh is not None
+        called = {id(module) for module in self.module.modules()}
+        local = [path for path, module in schedule.model.named_modules() if id(module) in called]
+        units = units_of_stages(schedule, local)
+        sharded = ShardedStages(schedule.model, units, mesh_of_shards(schedule.mesh))
+        sharded.take_over(self.optimizer)
+        self._state.tensors()  # shards take over the layouts of the parameters in whose place they are
+        self._part = None
+        return sharded
 
     # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------
 
@@ -207,7 +229,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
             gather_outputs: return the output for the full batch, on every rank.
         """
         self._require_open()
-        with self._context.evaluating(batch):
+        with self._context.evaluating(batch), self._gathered():
             cut, runner = self._cache.of(batch, training=False)
             full = self._full(batch, runner.partition) if gather_outputs else runner.partition
             with self._closing(lambda: self._at):
@@ -238,7 +260,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
         """
         self._require_open()
         self._refuse_without_gradients()
-        with self._context.training(batch):
+        with self._context.training(batch), self._gathered():
             cut, runner = self._cache.of(batch, training=True)
             with self._closing(lambda: self._at):
                 if zero is not None:
@@ -259,10 +281,16 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
                 loss = self._loss(runner, work)
                 self._at = "summing gradients"
                 finish()
+                if self._sharded is not None:
+                    self._sharded.reduce_gradients()
                 self._context.sum_tied_gradients()
                 for parameter, gradient in earlier:
                     parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
+
+    def _gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Have full parameters for the passes of a step."""
+        return contextlib.nullcontext() if self._sharded is None else self._sharded.gathered()
 
     def _runner(self, staged: StagedModel, training: bool) -> PipelineRunner:
         """Make the runner of this rank's stages for one input signature."""

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
 
-__all__ = ["is_compiled", "storage_id", "top_saved_tensors_hooks"]
+__all__ = ["has_gradient_hooks", "is_compiled", "reduce_accumulated", "storage_id", "top_saved_tensors_hooks"]
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether hooks of the gradient, or of its accumulation, are registered on a parameter."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -17,3 +25,20 @@ def is_compiled(module: nn.Module) -> bool:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the identity of a storage, or of a tensor without strides."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def reduce_accumulated(units: Sequence[Any]) -> None:
+    """Reduce the gradients that modules under ``fully_shard`` accumulated over backward passes, as pipelining does."""
+    for unit in reversed(units):
+        state = unit._get_fsdp_state()
+        if state._is_root is None:
+            state._lazy_init()
+        state._state_ctx.is_last_backward = True
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in filter(None, groups):
+            group.post_backward()
+    for unit in units:
+        state = unit._get_fsdp_state()
+        if state._is_root:
+            state._root_post_backward_final_callback()
+            state._state_ctx.is_last_backward = False

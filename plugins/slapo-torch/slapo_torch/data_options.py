@@ -1,0 +1,164 @@
+"""The options of data parallelism: replicas by DistributedDataParallel, or shards by ``fully_shard``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from slapo_core import BuildError
+from slapo_torch.fully_shard import FullyShard, is_reshard, marked_units, repeated_blocks, shared_names, tie, units_of
+from slapo_torch.private import has_gradient_hooks
+
+if TYPE_CHECKING:
+    from slapo_core import Mesh, Schedule
+
+OF_REPLICAS: dict[str, Any] = {"find_unused_parameters": False, "gradient_as_bucket_view": True, "bucket_cap_mb": 25}
+"""Options of DistributedDataParallel that have another default here, or that pipelines have, too."""
+
+OF_SHARDS: dict[str, Any] = {"reshard_after_forward": None}
+
+OWN_OPTIONS = ("batch_axes", "data_parallel", *OF_SHARDS)
+"""Options that are not DistributedDataParallel's."""
+
+
+def data_ranks(mesh: Mesh | None) -> int:
+    """Return the number of ranks that see other samples of a batch: ``dp_replicate`` x ``dp``."""
+    return mesh.size("dp_replicate") * mesh.size("dp") if mesh is not None else 1
+
+
+def options_of_replicas() -> frozenset[str]:
+    """Return the names of the options of DistributedDataParallel that ``build`` does not set itself."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    own = {"module", "device_ids", "output_device", "dim", "process_group", "device_mesh"}
+    return frozenset(inspect.signature(DistributedDataParallel).parameters) - own
+
+
+def data_parallel(schedule: Schedule, config: Mapping[str, Any]) -> str:
+    """Return ``"ddp"`` or ``"fsdp"``: the option, else what steps and mesh ask for.
+
+    Raises:
+        BuildError: another value, or one that steps or mesh contradict.
+    """
+    mesh, marked, given = schedule.mesh, marked_units(schedule), config.get("data_parallel")
+    replicates = mesh is not None and mesh.size("dp_replicate") > 1
+    if given not in (None, "ddp", "fsdp"):
+        raise BuildError(f"data_parallel must be 'ddp' or 'fsdp' (got {given!r})", hint='data_parallel="fsdp"')
+    if given == "ddp" and (marked or replicates):
+        what = "steps mark units of fully_shard" if marked else "the mesh has several ranks along 'dp_replicate'"
+        raise BuildError(f"data_parallel='ddp' shards no parameters, and {what}", hint='data_parallel="fsdp"')
+    if given is not None:
+        return str(given)
+    return "fsdp" if marked or replicates else "ddp"
+
+
+def check_shards(schedule: Schedule, options: Mapping[str, Any]) -> None:
+    """Check that ``fully_shard`` trains the parameters.
+
+    Raises:
+        BuildError: it does not; or ``reshard_after_forward`` is not one of its values.
+    """
+    reshard = options["reshard_after_forward"]
+    if not is_reshard(reshard):
+        raise BuildError(
+            f"reshard_after_forward must be a bool, or a number of ranks from 2 (got {reshard!r})",
+            hint="reshard_after_forward=True",
+        )
+    mesh = schedule.mesh
+    if data_ranks(mesh) == 1:
+        return
+    assert mesh is not None
+    if mesh.size("dp") == 1:
+        raise BuildError(
+            f"the mesh {mesh} has several ranks along 'dp_replicate' and one along 'dp', over which parameters are "
+            "sharded",
+            hint=f'mesh={{"dp": {data_ranks(mesh)}}}',
+        )
+    if mesh.size("dp_replicate") > 1 and mesh.size("pp") > 1:
+        raise BuildError(
+            f"the mesh {mesh} has several ranks along both 'dp_replicate' and 'pp': stages are sharded over 'dp' only",
+            hint=f'mesh={{"pp": {mesh.size("pp")}, "dp": {data_ranks(mesh)}, ...}}',
+        )
+    dims = list(mesh.sizes)
+    if mesh.size("dp_replicate") > 1 and dims.index("dp_replicate") > dims.index("dp"):
+        raise BuildError(
+            f"the mesh {mesh} has 'dp_replicate' inside of 'dp': ranks that share parameters are neighbors",
+            hint=f'mesh={{"dp_replicate": {mesh.size("dp_replicate")}, "dp": {mesh.size("dp")}, ...}}',
+        )
+    units = units_of(schedule)
+    dtypes: dict[str, dict[str, str]] = {}
+    for name, parameter in schedule.model.named_parameters():
+        if not parameter.dim() or not parameter.is_contiguous():
+            what = "a scalar" if not parameter.dim() else "not contiguous"
+            raise BuildError(f"'{name}' is {what}: fully_shard does not shard it", hint='data_parallel="ddp"')
+        if has_gradient_hooks(parameter):
+            hint = 'data_parallel="ddp", or register them on the parameters of engine.module'
+            raise BuildError(f"'{name}' has gradient hooks: fully_shard replaces the parameter", hint=hint)
+        if parameter.requires_grad:
+            unit = max((path for path in units if path and name.startswith(f"{path}.")), key=len, default="")
+            others = dtypes.setdefault(unit, {})
+            others.setdefault(str(parameter.dtype), name)
+            if len(others) > 1:
+                shown = ", ".join(f"'{one}' in {dtype.removeprefix('torch.')}" for dtype, one in others.items())
+                where = f"unit '{unit}'" if unit else "the root's unit"
+                raise BuildError(
+                    f"fully_shard trains parameters of one dtype in each unit ({where} has {shown})",
+                    hint="model.float(), or fully_shard() on the modules of the other dtype",
+                )
+
+
+def data_steps(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
+    """Describe the shards and the exchange of replicas, a line each."""
+    mesh = schedule.mesh
+    if mesh is None or data_ranks(mesh) == 1:
+        return
+    is_cut = mesh.size("pp") > 1
+    if options["data_parallel"] == "ddp":
+        how = "the mean of gradients, exchanged as each stage ends," if is_cut else "DistributedDataParallel"
+        yield f"{how} over mesh_dim 'dp' ({mesh.size('dp')} ranks)"
+        return
+    over = f"fully_shard over mesh_dim 'dp' ({mesh.size('dp')} ranks)"
+    if mesh.size("dp_replicate") > 1:
+        over += f", replicated over 'dp_replicate' ({mesh.size('dp_replicate')})"
+    if is_cut:
+        yield f"{over}: the modules that each stage calls, gathered once and their gradients reduced once in a step"
+        yield "parameters of modules above the cuts, and parameters tied across stages, stay full on each replica"
+        return
+    units = units_of(schedule, reshard_after_forward=options["reshard_after_forward"])
+    paths = [path for path in units if path]
+    if paths:
+        shown = ", ".join(paths[:2]) + (f", ... {paths[-1]}" if len(paths) > 2 else "")
+        yield f"{over}: {shown} ({len(paths)} units), and the root's unit"
+    else:
+        yield f"{over}: one unit of all parameters"
+    yield from _left_to_root(schedule)
+    yield _collectives(schedule, units, options)
+
+
+def _left_to_root(schedule: Schedule) -> Iterator[str]:
+    shared = shared_names(schedule.model)
+    for path in repeated_blocks(schedule.model) if not marked_units(schedule) else ():
+        names = tie(shared, path)
+        if names is not None:
+            yield f"'{path}' is in the root's unit: its parameter '{names[0]}' is '{names[1]}', too"
+
+
+def _collectives(schedule: Schedule, units: Mapping[str, FullyShard], options: Mapping[str, Any]) -> str:
+    """Count the collectives of a micro-batch and of a step."""
+    rest = {id(parameter) for _, parameter in schedule.model.named_parameters()}
+    gathers = reductions = 0
+    for path in sorted(units, key=lambda path: -path.count(".")):
+        own = [one for one in schedule.model.get_submodule(path).parameters() if id(one) in rest] if path else []
+        if own:
+            rest -= {id(one) for one in own}
+            gathers += 2 if units[path].reshard_after_forward in (None, True) else 1
+            reductions += any(one.requires_grad for one in own)
+    root = [one for one in schedule.model.parameters() if id(one) in rest]
+    if root:
+        keeps = units[""].reshard_after_forward if "" in units else options["reshard_after_forward"]
+        gathers += 2 if keeps is True and "" in units else 1
+        reductions += any(one.requires_grad for one in root)
+    mesh = schedule.mesh
+    both = ", each followed by an all-reduce over 'dp_replicate'" if mesh and mesh.size("dp_replicate") > 1 else ""
+    return f"a micro-batch gathers {gathers} times over 'dp'; a step reduces gradients {reductions} times{both}"

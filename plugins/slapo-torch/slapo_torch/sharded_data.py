@@ -1,0 +1,240 @@
+"""Fully sharded data parallelism: parameters, gradients and optimizer state in shards over replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FSDPModule
+
+from slapo_core import ArgumentError, BuildError, MeshError, Schedule, SealedError
+from slapo_runtime.correspondence.storage import sharded_over
+from slapo_runtime.state import live_state
+from slapo_torch.data_options import check_shards, data_ranks
+from slapo_torch.fully_shard import FullyShard, units_of
+from slapo_torch.private import reduce_accumulated
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from slapo_core import Mesh
+
+
+def fully_shard(sch: Schedule, *, reshard_after_forward: bool | int | None = None) -> None:
+    """Shard the parameters of a scheduled model over its replicas, for a training loop of your own.
+
+    In place of torch's ``fully_shard``, module by module: the units are those that steps marked, else the repeated
+    blocks, and the root. Call it on every rank, after the last step and before the optimizer is made; it seals the
+    schedule. :func:`slapo_core.clip_grad_norm_`, ``state_dict``, ``optimizer_state_dict`` and ``save_pretrained`` know
+    the shards; ``sch.model.set_requires_gradient_sync(False)`` accumulates gradients without exchange.
+
+    Args:
+        sch: the schedule; its mesh has several ranks along ``dp``, and perhaps along ``dp_replicate``.
+        reshard_after_forward: of units whose step says nothing else; see
+            :class:`slapo_torch.fully_shard.FullyShard`.
+
+    Raises:
+        ArgumentError: not a schedule.
+        MeshError: the mesh has no processes, or one rank along ``dp``.
+        SealedError: the schedule was built or sealed.
+        BuildError: ``fully_shard`` does not train a parameter, e.g. a scalar.
+
+    Example:
+        ::
+
+            sch["model.layers.*"].fully_shard()
+            slapo.fully_shard(sch)
+            optimizer = torch.optim.AdamW(sch.model.parameters(), lr=1e-4)
+    """
+    if not isinstance(sch, Schedule):
+        raise ArgumentError(
+            f"fully_shard takes the schedule (got {type(sch).__name__})",
+            hint="sch = slapo_core.create_schedule(model, mesh={'dp': 2}); slapo_core.fully_shard(sch)",
+        )
+    if sch.is_sealed:
+        raise SealedError(
+            "cannot call fully_shard: the schedule was built or sealed",
+            hint='call it once, before build() or seal(); a built model: build(sch, data_parallel="fsdp")',
+        )
+    if data_ranks(sch.mesh) == 1:
+        raise MeshError(
+            f"fully_shard needs a mesh with several ranks along 'dp' (got {sch.mesh or 'no mesh'})",
+            hint="create_schedule(model, mesh={'dp': 2})",
+        )
+    assert sch.mesh is not None
+    sch.mesh.group("dp")  # raises if the mesh is abstract
+    state = live_state(sch, "fully_shard")
+    options = {"reshard_after_forward": reshard_after_forward}
+    check_shards(sch, options)
+    units = units_of(sch, reshard_after_forward=reshard_after_forward)
+    ShardedData(
+        sch.model, units, mesh_of_shards(sch.mesh), root=FullyShard(False if reshard_after_forward is False else None)
+    )
+    state.tensors()  # shards take over the layouts of the parameters in whose place they are
+    sch.seal("slapo_core.fully_shard")
+
+
+def mesh_of_shards(mesh: Mesh) -> DeviceMesh:
+    """Return torch's mesh of the ranks that share parameters: ``dp``, or ``dp_replicate`` x ``dp`` (HSDP)."""
+    device_mesh: Any = mesh.device_mesh
+    return device_mesh["dp_replicate", "dp"] if mesh.size("dp_replicate") > 1 else device_mesh["dp"]  # type: ignore[no-any-return]
+
+
+class ShardedModel:
+    """A model whose units are under torch's ``fully_shard``.
+
+    Args:
+        model: parameters of units become DTensors in its place.
+        units: the options of each, by path.
+        mesh: of the ranks that share parameters.
+    """
+
+    def __init__(self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh) -> None:
+        full = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+        for path in sorted(units, key=lambda path: -path.count(".") - bool(path)):  # inner ones first, the root last
+            _shard(model.get_submodule(path), mesh, units[path])
+        self._units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in self._units:
+            unit.set_force_sum_reduction_for_comms(True)  # gloo of some torch sums where it is to average
+        shards = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+        self._shard_of = {id(parameter): (parameter, shard) for parameter, shard in zip(full, shards, strict=True)}
+
+    def take_over(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Give an optimizer of the full parameters the shards; what kept the full ones is forgotten."""
+        for settings in optimizer.param_groups if optimizer is not None else ():
+            settings["params"] = [self._shard_of[id(parameter)][1] for parameter in settings["params"]]
+        self._shard_of = {}
+
+
+class ShardedData(ShardedModel):
+    """A model under torch's ``fully_shard``, and its training steps.
+
+    Args:
+        model: its parameters become DTensors in its place.
+        units: the options of each unit but the root, by path.
+        mesh: of the ranks that share parameters.
+        root: the options of the root.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, root: FullyShard
+    ) -> None:
+        self._model, self._name = model, type(model).__name__  # fully_shard puts a class of its own before it
+        self._has_failed = False
+        super().__init__(model, {**units, "": units.get("", root)}, mesh)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate full gradients, without reducing them."""
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._root.set_requires_gradient_sync(True)
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self._model, FSDPModule)
+        return self._model
+
+    @contextlib.contextmanager
+    def passes(self) -> Iterator[None]:
+        """Free what passes of the model gathered, also where one fails midway."""
+        try:
+            yield
+        except BaseException:
+            if self.recovers:
+                self._root.reset_iter_state()
+            self._has_failed = True
+            raise
+        self.reshard()
+
+    @property
+    def recovers(self) -> bool:
+        """Whether steps can go on after one that failed midway: from torch 2.13."""
+        return hasattr(self._model, "reset_iter_state")
+
+    def forget_gradients(self) -> None:
+        """Drop what the micro-batches of a step that failed left in full gradients: a collective after such a step."""
+        for group in self._units if self._has_failed else ():
+            group.unshard()
+            for parameter in _parameters(group):
+                if not sharded_over(parameter):
+                    parameter.grad = None
+            group.reshard()
+        self._has_failed = False
+
+    def reshard(self) -> None:
+        """Free all full parameters."""
+        for group in self._units:
+            group.reshard()
+
+    def refuse_unseen_backward(self) -> None:
+        """Refuse to step where ``fully_shard`` did not see the backward, and reduced no gradients.
+
+        Raises:
+            BuildError: it found no tensors in the model's output.
+        """
+        if not all(map(sharded_over, _parameters(self._model))):
+            raise BuildError(
+                f"fully_shard did not see the backward: it found no tensors in the output of {self._name}",
+                hint="return tensors, or tuples, dictionaries or dataclasses of them; or register the output's class: "
+                "torch.utils._pytree.register_pytree_node",
+            )
+
+
+def _parameters(module: Any) -> Iterable[nn.Parameter]:
+    found: Iterable[nn.Parameter] = module.parameters()
+    return found
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, unit: FullyShard) -> None:
+    offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if unit.offload else fsdp.OffloadPolicy()
+    fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=unit.reshard_after_forward, offload_policy=offload)
+
+
+class ShardedStages(ShardedModel):
+    """The modules of a rank's pipeline stages under torch's ``fully_shard``.
+
+    Their parameters are gathered once for all micro-batches of a step, and gradients are reduced after the last one.
+    Modules above a cut are never called; parameters that they own stay full.
+
+    Args:
+        model: parameters of the stages become DTensors in its place.
+        units: modules that a stage calls, by path; parameters of a module outside of inner units are a unit.
+        mesh: of the ranks that share parameters.
+    """
+
+    def __init__(self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh) -> None:
+        kept = {path: dataclasses.replace(unit, reshard_after_forward=False) for path, unit in units.items()}
+        super().__init__(model, kept, mesh)
+        for unit in self._units:
+            unit.set_requires_gradient_sync(False)
+            unit.set_reshard_after_backward(False)
+            unit.set_is_last_backward(False)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gather all parameters for the block."""
+        for unit in self._units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.reshard()
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients of all micro-batches to shards, averaged over the replicas."""
+        for unit in self._units:
+            unit.set_requires_gradient_sync(True)
+        try:
+            reduce_accumulated(self._units)
+        finally:
+            for unit in self._units:
+                unit.set_requires_gradient_sync(False)
