@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from slapo_graph.arguments import MISSING
-from slapo_graph.patterns.data import Attribute, Constant, Items, PatternStep, StepResult, Wildcard, parts
+from slapo_graph.patterns.data import Attribute, Constant, Items, PatternStep, PatternValue, Wildcard, parts
 from slapo_graph.patterns.index import Indexed, IndexedCall, values_in
 from slapo_graph.patterns.operations import same_on_every_axis
 from slapo_graph.patterns.schemas import defaults_of
@@ -45,7 +45,7 @@ def could_be(
         if isinstance(value, Attribute):
             return operand.shape is None or operand.shape == tuple(getattr(index.tensor(value), "shape", ()))
         return isinstance(value, fx.Node) and operand.kind == "value"
-    if isinstance(operand, StepResult):
+    if isinstance(operand, PatternValue):
         return isinstance(value, fx.Node) and index.position[value] in candidates[operand.step]
     if isinstance(operand, Constant):
         return is_constant(value) and _equal(operand.value, value, name, found)
@@ -63,7 +63,7 @@ def could_be(
 
 def pairs_of(operand: Any, value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the wildcards and results in ``operand``, each with its counterpart in ``value``."""
-    if isinstance(operand, Wildcard | StepResult):
+    if isinstance(operand, Wildcard | PatternValue):
         yield operand, value
     elif not isinstance(operand, Constant):
         ours, theirs = parts(operand) or (), parts(value) or ()

@@ -85,7 +85,7 @@ class Wildcard:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class PatternValue:
     """The result of a step of the alternative.
 
     Args:

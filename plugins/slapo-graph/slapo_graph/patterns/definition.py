@@ -21,8 +21,8 @@ from slapo_graph.patterns.data import (
     Items,
     PatternStep,
     PatternTarget,
+    PatternValue,
     Slice,
-    StepResult,
     Wildcard,
 )
 from slapo_graph.patterns.operations import is_plain_module, operation_of, plain
@@ -117,7 +117,7 @@ class _AlternativeBuilder:
 
     def alternative(self, outputs: list[Proxy], order: Sequence[str], names: Sequence[str]) -> Alternative:
         results = [self.operand(value) for value in outputs]
-        if not all(isinstance(result, StepResult) for result in results):
+        if not all(isinstance(result, PatternValue) for result in results):
             raise self.reader.refusal(
                 "returns an argument as it is" if not self.taken else "may return an argument as it is",
                 "return what the pattern computes: a pattern must have at least one call",
@@ -171,7 +171,7 @@ class _AlternativeBuilder:
             assert isinstance(source, TracedCall)
             self.used.add(id(source))
             arguments = tuple((name, self.operand(value)) for name, value in source.arguments.items())
-            found = StepResult(len(self.steps))
+            found = PatternValue(len(self.steps))
             self.steps.append(PatternStep(source.target, arguments, source.is_commutative, source.location))
         self._made[id(source)] = found
         return found

@@ -16,8 +16,8 @@ from slapo_graph.patterns.data import (
     Attribute,
     Items,
     PatternStep,
+    PatternValue,
     Slice,
-    StepResult,
     Wildcard,
 )
 from slapo_graph.patterns.index import Indexed, IndexedCall
@@ -92,7 +92,7 @@ class AlternativeMatcher:
         for number, step in enumerate(alternative.steps):
             inner = [operand for _, each in step.arguments for operand, _ in pairs_of(each, each)]
             self._wildcards.append(frozenset(each.name for each in inner if isinstance(each, Wildcard)))
-            self._operands.append(frozenset(each.step for each in inner if isinstance(each, StepResult)))
+            self._operands.append(frozenset(each.step for each in inner if isinstance(each, PatternValue)))
             for operand in self._operands[-1]:
                 self._consumers[operand].append(number)
         self.is_possible = self._narrow()
@@ -119,7 +119,7 @@ class AlternativeMatcher:
                     for orders in self.candidates[consumer].values()
                     for pairs in orders
                     for operand, value in pairs
-                    if isinstance(operand, StepResult) and operand.step == number
+                    if isinstance(operand, PatternValue) and operand.step == number
                 }
                 kept = self.candidates[number]
                 self.candidates[number] = {position: kept[position] for position in kept if position in used}
@@ -210,7 +210,7 @@ class AlternativeMatcher:
 
     def _unify(self, pairs: Pairs, bound: list[str], further: list[tuple[int, int]]) -> bool:
         for operand, value in pairs:
-            if isinstance(operand, StepResult):
+            if isinstance(operand, PatternValue):
                 position = self.index.position[value]
                 if self._placed.get(operand.step, position) != position:
                     return False

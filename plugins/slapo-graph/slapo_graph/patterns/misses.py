@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from slapo_graph.patterns.comparison import Row, argument_orders, could_be, has_target, is_constant, pairs_of
-from slapo_graph.patterns.data import Alternative, Attribute, Constant, PatternStep, StepResult, Wildcard
+from slapo_graph.patterns.data import Alternative, Attribute, Constant, PatternStep, PatternValue, Wildcard
 from slapo_graph.patterns.index import Indexed, IndexedCall
 
 _Partial = tuple[frozenset[int], str | None]
@@ -88,7 +88,7 @@ class _Search:
                 return frozenset(), _difference(found, f"{name}={_text(operand)}", f"{name}={self._value(value)}")
         nodes, difference = frozenset([found.position]), None
         for inner, other in (pair for _, operand, value in rows for pair in pairs_of(operand, value)):
-            if isinstance(inner, StepResult):
+            if isinstance(inner, PatternValue):
                 position = self.index.position[other]
                 more, below = (
                     self.partial(inner.step, position)
@@ -98,14 +98,14 @@ class _Search:
                 nodes, difference = nodes | more, difference or below
         return nodes, difference
 
-    def _no_call(self, operand: StepResult, found: fx.Node) -> str:
+    def _no_call(self, operand: PatternValue, found: fx.Node) -> str:
         return f"wanted {_shown(self.alternative.steps[operand.step])}, found '{found.name}', an argument of the module"
 
     def _sentence(self, number: int, position: int) -> str:
         nodes, difference = self.partial(number, position)
         if difference is None and number not in self.alternative.outputs:
             found, steps = self.index.calls[position], self.alternative.steps
-            wanted = [_shown(step) for step in steps if any(each == StepResult(number) for each in _operands(step))]
+            wanted = [_shown(step) for step in steps if any(each == PatternValue(number) for each in _operands(step))]
             users = [_called(self.index.calls[each]) for each in self.index.users.get(found.node, ())]
             difference = _difference(found, f"a use in {_listed(wanted)}", _listed(users[:3]) or "none")
         if difference is None:
@@ -162,7 +162,7 @@ def _text(value: Any) -> str:
         kind = "any constant" if value.kind == "constant" else f"a {value.kind}"
         named = "" if value.name.startswith("_") or value.kind == "constant" else f" '{value.name}'"
         return f"{kind}{named}" + (f" of shape {value.shape}" if value.shape is not None else "")
-    if isinstance(value, StepResult):
+    if isinstance(value, PatternValue):
         return "the result of a call"
     if isinstance(value, fx.Node):
         return f"'{value.name}'"

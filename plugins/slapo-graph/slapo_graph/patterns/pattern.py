@@ -23,8 +23,8 @@ from slapo_graph.patterns.data import (
     Items,
     PatternStep,
     PatternTarget,
+    PatternValue,
     Slice,
-    StepResult,
     Wildcard,
 )
 from slapo_graph.patterns.index import Indexed, indexed
@@ -35,7 +35,7 @@ from slapo_graph.patterns.matcher import embeddings, positions_of
 _CLASSES: dict[str, type[Any]] = {
     "Form": Alternative,
     "Items": Items,
-    "Result": StepResult,
+    "Result": PatternValue,
     "Slice": Slice,
     "Step": PatternStep,
     "Target": PatternTarget,
