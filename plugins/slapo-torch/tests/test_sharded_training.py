@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable
@@ -291,3 +292,42 @@ def test_checkpoints_resume_under_another_layout(tmp_path: Any) -> None:
         for name, state, other in zip(names, states, expected, strict=True):
             assert_same(([], state), ([], other)), name
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def by_hand(mesh: dict[str, int], *steps: str) -> Found:
+    """Two steps in a loop by hand, each with the gradients of two batches; the norms, and the weights after them."""
+    warnings.simplefilter("ignore")
+    sch = scheduled(llama, mesh, *steps)
+    engine = slapo.build(sch, data_parallel="fsdp", optimizer=adamw, max_grad_norm=0.5)
+    norms, batches = [], full_labels(4)
+    for number in range(0, 4, 2):
+        for is_last, batch in zip((False, True), batches[number : number + 2], strict=True):
+            if "cut" in steps:
+                engine.torch.forward_backward(share(sch, batch))
+                continue
+            with contextlib.nullcontext() if is_last else engine.torch.no_sync():
+                engine.torch.module(**share(sch, batch)).loss.backward()
+        norms.append(float(engine.torch.clip_gradients()))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return norms, engine.state_dict()
+
+
+def full_labels(count: int) -> list[dict[str, torch.Tensor]]:
+    """Batches whose samples have equal numbers of labels."""
+    return [{**one, "labels": one["input_ids"].flip(1).clone()} for one in make_batches(llama, count)]
+
+
+@pytest.mark.parametrize(("mesh", "steps"), [({"dp": 2}, ()), (STAGES, ("cut",))], ids=str)
+def test_loops_by_hand_equal_one_process(mesh: dict[str, int], steps: tuple[str, ...]) -> None:
+    model = make_model(llama)
+    optimizer, norms = adamw(model.parameters()), []
+    batches = full_labels(4)
+    for number in range(0, 4, 2):
+        optimizer.zero_grad()
+        for batch in batches[number : number + 2]:
+            model(**batch).loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    for found in run_ranks(by_hand, mesh, *steps, world_size=2 * mesh.get("pp", 1), timeout=300):
+        assert_same(found, (norms, model.state_dict()))
