@@ -114,7 +114,7 @@ def freeze(model):
 
 def summed(engine):
     """Sum gradients over replicas instead of averaging them."""
-    for group in engine._groups:
+    for group in engine._shards._units:
         group.set_gradient_divide_factor(1.0)
     return engine
 

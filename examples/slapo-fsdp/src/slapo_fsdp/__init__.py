@@ -1,10 +1,9 @@
 """The dialect ``fsdp``: torch's ``fully_shard`` over mesh_dim ``dp``, one group for each repeated block."""
 
-from torch import nn
-
 import slapo_core as slapo
 from slapo_runtime.options import Options
 from slapo_runtime.planning import ScheduleFacts
+from slapo_torch.fully_shard import has_forward, repeated_blocks, shared_names, tie
 
 NAMES = ("wrap", "reshard_after_forward")
 
@@ -98,39 +97,6 @@ class FullyShard(slapo.Dialect):
         if facts.split:
             yield f"{len(facts.split)} parameters that the schedule splits over 'tp': each of its ranks shards its own"
         yield "gradients are averaged over 'dp' as they are reduced, with the last micro-batch of a step"
-
-
-def has_forward(module):
-    return type(module).forward is not nn.Module.forward
-
-
-def repeated_blocks(model):
-    """The paths of the elements of containers whose children are of one class; of nested ones the outermost."""
-    found = []
-    for path, module in model.named_modules():
-        children = list(module.named_children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
-        if len(children) < 2 or len({type(child) for _, child in children}) > 1 or not has_forward(children[0][1]):
-            continue
-        if not any(f"{path}.".startswith(f"{block}.") for block in found):  # experts: not every rank calls each
-            found += [f"{path}.{name}".lstrip(".") for name, child in children if any(True for _ in child.parameters())]
-    return found
-
-
-def shared_names(model):
-    """The names of each parameter that has several."""
-    names = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [several for several in names.values() if len(several) > 1]
-
-
-def tie(shared, path):
-    """The names, within the module at ``path`` and outside of it, of a parameter that has both; None without one."""
-    for names in shared:
-        own = [name for name in names if name.startswith(f"{path}.")]
-        if 0 < len(own) < len(names):
-            return own[0], next(name for name in names if name not in own)
-    return None
 
 
 def slapo_cases():
