@@ -292,6 +292,26 @@ class Trackers:
         )
 
 
+def _refuse_shards(schedule: Schedule, request: Request) -> None:
+    """
+    Raises:
+        EstimateError: target torch would shard parameters over replicas.
+    """
+    sizes = request.mesh or {}
+    marks = [str(record) for record in schedule.records if record.name == "torch.fully_shard"]
+    if sizes.get("dp", 1) * sizes.get("dp_replicate", 1) > 1 and (
+        marks or request.config.get("data_parallel") == "fsdp" or sizes.get("dp_replicate", 1) > 1
+    ):
+        why = (
+            marks[0] if marks else "data_parallel='fsdp'" if "data_parallel" in request.config else f"the mesh {sizes}"
+        )
+        raise EstimateError(
+            f"the memory and messages of parameters sharded over replicas are not known ({why})",
+            hint='target="deepspeed", zero_optimization={"stage": 3}; or mesh={"dp": 1, ...} for the parts of a step '
+            "that do not depend on replicas",
+        )
+
+
 def simulate(request: Request) -> RankResult | SlapoError:
     """Simulate the rank, in a process without process groups; return an error instead of raising it."""
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it prints exceptions
@@ -303,6 +323,8 @@ def simulate(request: Request) -> RankResult | SlapoError:
         schedule = request.source.schedule(request.mesh, request.batch)
         doing = "cutting the batch"
         is_torch = request.target == "torch"
+        if is_torch:
+            _refuse_shards(schedule, request)
         pipeline = pipeline_of(schedule, request) if is_torch else None
         if pipeline is not None:
             batches = pipeline.batches

@@ -120,7 +120,7 @@ BAD = {
         "acme.pad: load",
         "subclass of slapo_core.primitive.Primitive",
     ),
-    "names": (acme(bare="undo"), "acme.undo: names", "have a member 'undo'"),
+    "names": (acme(bare="undo"), "acme-slapo: state", "choose another name"),
     "documentation": (acme(body=("size: int = 1",)), "acme.pad: documentation", "'size'"),
     "defaults": (
         acme(body=("size: object = len",)),

@@ -129,7 +129,7 @@ GOOD = {"model": kit.Net, "inputs": kit.batch}
         (kit.Good(), {"model": nn.GELU()}, "got a GELU", "model=lambda: ..."),
         (kit.Good(), {"inputs": (1, 2)}, "got a tuple", "inputs=lambda: ..."),
         (kit.Good(), {"mesh": "tp"}, "got 'tp'", 'mesh=("tp",)'),
-        (kit.Good(), {"mesh": ("xp",)}, "'xp'", "use dp, pp, cp, ep, tp"),
+        (kit.Good(), {"mesh": ("xp",)}, "'xp'", "use dp_replicate, dp, pp, cp, ep, tp"),
         (
             kit.Good(),
             {"before": [kit.Good()]},
