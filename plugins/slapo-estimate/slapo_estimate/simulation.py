@@ -298,15 +298,12 @@ def _refuse_shards(schedule: Schedule, request: Request) -> None:
         EstimateError: target torch would shard parameters over replicas.
     """
     sizes = request.mesh or {}
-    marks = [str(record) for record in schedule.records if record.name == "torch.fully_shard"]
-    if sizes.get("dp", 1) * sizes.get("dp_replicate", 1) > 1 and (
-        marks or request.config.get("data_parallel") == "fsdp" or sizes.get("dp_replicate", 1) > 1
-    ):
-        why = (
-            marks[0] if marks else "data_parallel='fsdp'" if "data_parallel" in request.config else f"the mesh {sizes}"
-        )
+    reasons = [str(record) for record in schedule.records if record.name == "torch.fully_shard"]
+    reasons += ["data_parallel='fsdp'"] if request.config.get("data_parallel") == "fsdp" else []
+    reasons += [f"the mesh {sizes}"] if sizes.get("dp_replicate", 1) > 1 else []
+    if reasons and sizes.get("dp", 1) * sizes.get("dp_replicate", 1) > 1:
         raise EstimateError(
-            f"the memory and messages of parameters sharded over replicas are not known ({why})",
+            f"the memory and messages of parameters sharded over replicas are not known ({reasons[0]})",
             hint='target="deepspeed", zero_optimization={"stage": 3}; or mesh={"dp": 1, ...} for the parts of a step '
             "that do not depend on replicas",
         )
