@@ -30,7 +30,7 @@ class Compile(Primitive):
             losses are copied out of the memory of its CUDA graphs, so that micro-batches may be accumulated.
         fullgraph: whether Python that cannot be compiled is an error; otherwise it runs as Python between compiled
             pieces.
-        dynamic: True makes all sizes symbolic, False compiles anew for each size; None makes changing sizes symbolic.
+        dynamic: True makes all sizes symbolic, False compiles again for each size; None makes changing sizes symbolic.
         backend: a name that torch knows, or a function of a graph and example inputs.
         options: of the backend, e.g. ``{"max_autotune": True}``.
 

@@ -347,7 +347,7 @@ class Eager(Compiler):
 
 
 class TorchScript(Compiler):
-    """Trace the region by ``torch.jit.trace``, as in the paper; anew for other types, not for other sizes.
+    """Trace the region by ``torch.jit.trace``, as in the paper; again for other types, not for other sizes.
 
     Under activation checkpointing the region runs uncompiled, with a warning: TorchScript swallows the exception that
     ends the second run, and saves other tensors in it.

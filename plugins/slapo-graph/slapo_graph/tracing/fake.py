@@ -85,7 +85,7 @@ class FakeMode(SafeFakeTensorMode):
     def _all_fake(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Replace real tensors by fake ones among arguments that hold both.
 
-        torch does that after its cache lookup, and would compute every call with a parameter anew.
+        torch does that after its cache lookup, and would compute every call with a parameter again.
         """
         kinds = {_kind(part) for value in (*args, *kwargs.values()) for part in _parts(value)}
         if not kinds >= {"fake", "real"} or torch.Tag.inplace_view in func.tags:
