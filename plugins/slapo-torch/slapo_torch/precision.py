@@ -107,6 +107,8 @@ def checked_precision(schedule: Schedule, config: Mapping[str, Any], parallel: s
         )
     if pp == 1 and (parallel == "fsdp" or not preset.is_mixed):
         _refuse_ties(schedule.model, islands, parallel)
+    if pp == 1 and parallel == "fsdp":
+        _refuse_traced(schedule, islands)
     return {"precision": name, "fp32": tuple(patterns)}
 
 
@@ -168,6 +170,19 @@ def _refuse_ties(model: nn.Module, islands: Sequence[str], parallel: str) -> Non
             raise BuildError(
                 f"'{path}' cannot compute in float32: '{names[0]}' is '{names[1]}', too, and {why}",
                 hint=f"leave '{path}' out of fp32, or untie it (tie_word_embeddings=False)",
+            )
+
+
+def _refuse_traced(schedule: Schedule, islands: Sequence[str]) -> None:
+    """Refuse a unit of ``fully_shard`` within a traced module, whose graph would record the unit's gathering."""
+    traced = [one.path for one in schedule.records if one.primitive.name == "graph.trace"]
+    for path in islands:
+        outer = next((one for one in traced if one != path and (not one or is_within(path, (one,)))), None)
+        if outer is not None:
+            raise BuildError(
+                f"'{path}' cannot compute in float32 under fully_shard: it would be a unit within the traced module "
+                f"'{outer}'",
+                hint=f"leave '{path}' out of fp32, trace narrower nodes, or data_parallel=\"ddp\"",
             )
 
 
@@ -362,23 +377,23 @@ class Float32:
 
     def __init__(self, device: str, returns: torch.dtype | None, default: torch.dtype | None) -> None:
         self._device, self._returns, self._default = device, returns, default
-        self._calls: list[tuple[torch.dtype | None, Any]] = []
+        self._calls: list[tuple[torch.dtype | None, bool]] = []  # the type to return, and whether autocast was on
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         found: list[torch.dtype] = []
         tree_map_only(
             torch.Tensor, lambda one: found.append(one.dtype) if one.is_floating_point() else None, (args, kwargs)
         )
-        off = torch.autocast(self._device, enabled=False) if torch.is_autocast_enabled(self._device) else None
-        if off is not None:
-            off.__enter__()
-        self._calls.append((self._returns or (found[0] if found else self._default), off))
+        is_on = torch.is_autocast_enabled(self._device)
+        if is_on:
+            torch.set_autocast_enabled(self._device, False)
+        self._calls.append((self._returns or (found[0] if found else self._default), is_on))
         return cast(args, torch.float32), cast(kwargs, torch.float32)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._calls:  # another hook failed before
             return output
-        returns, off = self._calls.pop()
-        if off is not None:
-            off.__exit__(None, None, None)
+        returns, was_on = self._calls.pop()
+        if was_on:
+            torch.set_autocast_enabled(self._device, True)
         return output if returns is None else cast(output, returns)

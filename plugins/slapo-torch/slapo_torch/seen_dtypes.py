@@ -53,7 +53,8 @@ class EnginePrecision:
         return "\n".join(lines + [f"  {row}" for row in self.seen or ("not seen before the first training step",)])
 
 
-STORAGE, WEIGHTS, PRODUCTS, OTHERS = "parameters", "weights in the forward", "matrix products", "other outputs"
+STORAGE, WEIGHTS, INPUTS = "parameters", "weights in the forward", "inputs of products"
+PRODUCTS, OTHERS = "matrix products", "other outputs"
 ISLANDS, REDUCTION, GRADIENTS = "float32 modules", "reduction", "gradients"
 MOMENTS, OTHER_STATE, BUFFERS = "moments", "other optimizer state", "buffers"
 
@@ -94,7 +95,9 @@ class FirstStep:
                 continue
             is_island, has_matrix = path in self._precision.islands, _has_matrix(module)
             if is_island:
-                self._handles.append(module.register_forward_pre_hook(self._island(path), with_kwargs=True))
+                self._handles.append(module.register_forward_pre_hook(self._inputs(path), with_kwargs=True))
+            elif isinstance(module, _PRODUCTS) and not self._precision.uses_autocast:
+                self._handles.append(module.register_forward_pre_hook(self._inputs(path), with_kwargs=True))
             if is_island or has_matrix:
                 self._handles.append(module.register_forward_pre_hook(self._weights(path)))
             if has_matrix:
@@ -222,16 +225,19 @@ class FirstStep:
 
         return note
 
-    def _island(self, path: str) -> Any:
+    def _inputs(self, path: str) -> Any:
+        is_island, promised = is_within(path, self._precision.islands), self._precision.computed(path)
+        what = ISLANDS if is_island else INPUTS
+
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             def see(tensor: torch.Tensor) -> None:
                 if tensor.is_floating_point() and not _is_fake(tensor):
-                    self._see(ISLANDS, f"an input of '{path}'", tensor.dtype, torch.float32)
+                    self._see(what, f"an input of '{path}'", tensor.dtype, promised)
 
             tree_map_only(torch.Tensor, see, (args, kwargs))
             kind = self._precision.device.type
-            if torch.is_autocast_enabled(kind):
-                self._see(ISLANDS, f"autocast in '{path}'", torch.get_autocast_dtype(kind), torch.float32)
+            if is_island and torch.is_autocast_enabled(kind):
+                self._see(ISLANDS, f"autocast in '{path}'", torch.get_autocast_dtype(kind), promised)
 
         return note
 
