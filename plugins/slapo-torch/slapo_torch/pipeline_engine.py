@@ -183,9 +183,7 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         self._parameters = [live.tensor for live in here if live.is_parameter and not sharded_over(live.tensor)]
         self._device = context.device or next((live.tensor.device for live in here), torch.device("cpu"))
         self._schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
-        self._cache = StageCache(
-            context, self._count, self._axes, "", self._runner, prepare=self._precision.prepare
-        )
+        self._cache = StageCache(context, self._count, self._axes, "", self._runner, prepare=self._precision.prepare)
         self._sent_bytes: dict[int, list[int]] = {}  # to other ranks, forward and backward, by stage
 
     @property

@@ -86,9 +86,7 @@ def checked_precision(schedule: Schedule, config: Mapping[str, Any], parallel: s
         known = ", ".join(map(repr, PRESETS))
         raise BuildError(f"precision must be one of {known} (got {name!r})", hint=f'precision="{near[0]}"')
     if not isinstance(patterns, Sequence) or not all(isinstance(one, str) for one in patterns):
-        raise BuildError(
-            f"fp32 must be patterns of module names (got {patterns!r})", hint='fp32=("*norm*", "lm_head")'
-        )
+        raise BuildError(f"fp32 must be patterns of module names (got {patterns!r})", hint='fp32=("*norm*", "lm_head")')
     preset = PRESETS[name] if name is not None else None
     if patterns and (preset is None or preset.compute == torch.float32):
         raise BuildError(
@@ -148,13 +146,14 @@ def _called(path: str, module: nn.Module) -> Iterator[str]:
 
 
 def _no_module(model: nn.Module, pattern: str) -> BuildError:
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters() if fnmatchcase(name, pattern)]
-    names = list(dict.fromkeys(path.rpartition(".")[2] for path, _ in model.named_modules() if path))
+    paths, above = [path for path, _ in model.named_modules()], pattern.rpartition(".")[0]
+    is_parameter = any(fnmatchcase(name, pattern) for name, _ in model.named_parameters())
+    names = list(dict.fromkeys(path.rpartition(".")[2] for path in paths if path))
     core = pattern.strip("*").rpartition(".")[2] or pattern
     near = difflib.get_close_matches(core, [name for name in names if not name.isdigit()], 1, 0.4)
     hint = None
-    if owners:
-        hint = f'fp32=("{owners[0]}",): modules, not parameters'
+    if is_parameter and any(fnmatchcase(path, above) for path in paths if path):
+        hint = f'fp32=("{above}",): modules, not parameters'
     elif near:
         hint = f'fp32=("*{near[0]}",)'
     return BuildError(f"fp32={pattern!r} matches no module of {type(model).__name__}", hint=hint)
