@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -15,7 +17,7 @@ from slapo_core.layout import device_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from slapo_core.layout import Layout
+    from slapo_core.layout import Layout, Mesh
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,24 @@ def shard_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Return ``(start in the shard, start in the full tensor, length)`` of each range of one axis."""
     lengths = [length for _, length in ranges]
     return [(sum(lengths[:number]), start, length) for number, (start, length) in enumerate(ranges)]
+
+
+Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""A rectangle: start in the shard, start in the full tensor, extent."""
+
+
+def blocks(layout: Layout, mesh: Mesh | None) -> Iterator[Block]:
+    """Yield the rectangles of a shard: start in the shard, start in the full tensor, extent.
+
+    Padding is left out.
+    """
+    for ranges in itertools.product(*(shard_ranges(axis) for axis in layout.segments(mesh))):
+        extent = tuple(
+            max(0, min(start + length, size) - start)
+            for (_, start, length), size in zip(ranges, layout.shape, strict=True)
+        )
+        if math.prod(extent):
+            yield tuple(at for at, _, _ in ranges), tuple(start for _, start, _ in ranges), extent
 
 
 @dataclass(frozen=True)
