@@ -195,6 +195,7 @@ class TorchEngine(StatefulEngine):
         optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        self.steps += 1
         if len(batches) > 1:
             return StepResult(torch.stack(losses).mean(), None, norm)
         return StepResult(losses[0], output, norm)

@@ -11,7 +11,7 @@ import torch
 
 from slapo_core.errors import WeightsError
 from slapo_runtime.checkpoints.manifest import Manifest, StoredChunk, check_files, newest_checkpoint, overlap
-from slapo_runtime.correspondence.storage import blocks
+from slapo_runtime.correspondence.storage import blocks, from_window, window_of
 from slapo_runtime.private import file_view
 from slapo_runtime.weights.module_state import unpacked
 from slapo_runtime.weights.sources import WeightsSource
@@ -73,6 +73,15 @@ class CheckpointSource(WeightsSource):
         if layout.holds_values(mesh):
             self.fill(name, value, blocks(layout, mesh))
         return value
+
+    def read_like(self, name: str, layout: Layout, mesh: Mesh | None, like: torch.Tensor | None) -> torch.Tensor:
+        window = window_of(like, mesh) if like is not None else None
+        if like is None or window is None or layout.local_shape(mesh) != tuple(like.shape):
+            return self.read(name, layout, mesh)
+        value = torch.zeros(window.shape, dtype=self.dtype(name))
+        if layout.holds_values(mesh):
+            self.fill(name, value, blocks(layout, mesh, window))
+        return from_window(like, value)
 
     def fill(
         self,
