@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -15,7 +17,7 @@ from slapo_core.layout import device_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from slapo_core.layout import Layout
+    from slapo_core.layout import Layout, Mesh
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,24 @@ def shard_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Return ``(start in the shard, start in the full tensor, length)`` of each range of one axis."""
     lengths = [length for _, length in ranges]
     return [(sum(lengths[:number]), start, length) for number, (start, length) in enumerate(ranges)]
+
+
+Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""A rectangle: start in the shard, start in the full tensor, extent."""
+
+
+def blocks(layout: Layout, mesh: Mesh | None) -> Iterator[Block]:
+    """Yield the rectangles of a shard: start in the shard, start in the full tensor, extent.
+
+    Padding is left out.
+    """
+    for ranges in itertools.product(*(shard_ranges(axis) for axis in layout.segments(mesh))):
+        extent = tuple(
+            max(0, min(start + length, size) - start)
+            for (_, start, length), size in zip(ranges, layout.shape, strict=True)
+        )
+        if math.prod(extent):
+            yield tuple(at for at, _, _ in ranges), tuple(start for _, start, _ in ranges), extent
 
 
 @dataclass(frozen=True)
@@ -380,6 +400,28 @@ def sharded_over(tensor: torch.Tensor) -> tuple[str, ...]:
     own: Any = tensor
     names = own.device_mesh.mesh_dim_names or tuple(map(str, range(own.device_mesh.ndim)))
     return tuple(name for name, one in zip(names, own.placements, strict=True) if not one.is_replicate())
+
+
+def rows_of(count: int, shards: int, number: int) -> tuple[int, int]:
+    """Return start and length of a shard of ``count`` rows, as torch's ``Shard(0)`` divides them."""
+    length = -(-count // shards)
+    start = min(number * length, count)
+    return start, min(length, count - start)
+
+
+def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return start and length of this rank's rows of a DTensor, as of ``fully_shard``.
+
+    Returns:
+        None for other tensors, and where it is not divided by rows over one mesh dimension.
+    """
+    if not is_distributed(tensor):
+        return None
+    own: Any = tensor
+    split = [number for number, one in enumerate(own.placements) if not one.is_replicate()]
+    if len(split) != 1 or not own.placements[split[0]].is_shard(0):
+        return None
+    return rows_of(own.shape[0], own.device_mesh.size(split[0]), own.device_mesh.get_local_rank(split[0]))
 
 
 def sharding_groups(tensor: torch.Tensor) -> list[tuple[ProcessGroup, torch.device]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +10,7 @@ import torch
 
 from slapo_core.errors import WeightsError
 from slapo_core.layout import DATA_DIMS, Layout, ShardRange
-from slapo_runtime.correspondence.storage import ShardedState, ShardSource, TensorShard, shard_ranges
+from slapo_runtime.correspondence.storage import ShardedState, ShardSource, TensorShard, blocks
 from slapo_runtime.ranks.world import together
 from slapo_runtime.weights.checkpoint import (
     assign_loaded,
@@ -156,7 +154,7 @@ class _ShardCollector:
         if not self._writes(layout, holders):
             return
         others = [part for part in layout.parts(self._mesh) if not self._is_first(part)]
-        for at, offset, extent in _blocks(layout, self._mesh):
+        for at, offset, extent in blocks(layout, self._mesh):
             if any(at[part.axis] == part.start for part in others):
                 continue  # its first rank writes it
             own = full.detach()[tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))]
@@ -218,7 +216,7 @@ class _PlannedSource(WeightsSource):
         key = (name, tuple(map(tuple, layout.segments(mesh))))
         if key not in self._read and not self.is_there:
             self._read[key] = []
-            for at, offset, extent in _blocks(layout, mesh):
+            for at, offset, extent in blocks(layout, mesh):
                 shard = TensorShard(self._kind, name, self._shapes[name], offset, torch.zeros(extent, dtype=like.dtype))
                 own = tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))
                 self._read[key].append((own, shard))
@@ -233,17 +231,3 @@ class _PlannedSource(WeightsSource):
             return self._source.like(self._kind, name)
         except KeyError:
             raise WeightsError(f"{self.label} lacks '{name}' of its description") from None
-
-
-def _blocks(layout: Layout, mesh: Mesh | None) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Yield a shard's rectangles: start in the shard, start in the full tensor, extent.
-
-    Padding is left out.
-    """
-    for ranges in itertools.product(*(shard_ranges(axis) for axis in layout.segments(mesh))):
-        extent = tuple(
-            max(0, min(start + length, size) - start)
-            for (_, start, length), size in zip(ranges, layout.shape, strict=True)
-        )
-        if math.prod(extent):
-            yield tuple(at for at, _, _ in ranges), tuple(start for _, start, _ in ranges), extent

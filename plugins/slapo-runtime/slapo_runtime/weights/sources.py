@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ import torch
 from slapo_core.errors import WeightsError
 from slapo_core.layout import Layout
 from slapo_runtime.correspondence.storage import shard_ranges
-from slapo_runtime.weights.files import COMPLETE, INDEX_FILE, MANIFEST, SINGLE_FILE, located
+from slapo_runtime.weights.files import COMPLETE, MANIFEST, located
 from slapo_runtime.weights.module_state import is_extra, unpacked
+from slapo_runtime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, headers_of, read_index
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -44,6 +45,27 @@ class WeightsSource(ABC):
     @abstractmethod
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
         """Read this rank's shard in the source's dtype, as new contiguous memory."""
+
+    def read_as(
+        self,
+        name: str,
+        layout: Layout,
+        mesh: Mesh | None,
+        dtype: torch.dtype,
+        *,
+        rows: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """Read this rank's shard in another dtype, as new contiguous memory.
+
+        Args:
+            name: of the full tensor.
+            layout: of the shard.
+            mesh: of the ranks.
+            dtype: of the result.
+            rows: start and length of the shard's wanted range along its first axis; None reads all of it.
+        """
+        shard = self.read(name, layout, mesh)
+        return (shard if rows is None else shard.narrow(0, *rows).clone()).to(dtype)
 
 
 def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | WeightsSource) -> WeightsSource:
@@ -104,18 +126,14 @@ class SafetensorsSource(WeightsSource):
         self.extra = unpacked(description.get("extra", {}))
         self.buffers: Mapping[str, Any] = description.get("buffers", {})  # that forwards resized or registered
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for file, names in self._find(path).items():
+        for file, tensors in headers_of(self._find(path)):
             handle = self._open(file)
-            present = set(handle.keys())
-            absent = sorted(names - present) if names is not None else []
-            if absent:
-                raise WeightsError(f"{file} lacks tensors that {INDEX_FILE} lists: {', '.join(absent)}")
-            for name in sorted(present if names is None else names):
+            for name, stored in sorted(tensors.items()):
                 if is_extra(name):
                     self.extra = {**self.extra, name: handle.get_tensor(name).clone()}
                     continue
                 self._file_of[name] = file
-                self._shapes[name] = tuple(handle.get_slice(name).get_shape())
+                self._shapes[name] = stored.shape
 
     @property
     def label(self) -> str:
@@ -125,11 +143,27 @@ class SafetensorsSource(WeightsSource):
         return self._shapes
 
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+        return self._read(name, layout, mesh, None, None)
+
+    def read_as(
+        self,
+        name: str,
+        layout: Layout,
+        mesh: Mesh | None,
+        dtype: torch.dtype,
+        *,
+        rows: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        return self._read(name, layout, mesh, dtype, rows)
+
+    def _read(
+        self, name: str, layout: Layout, mesh: Mesh | None, dtype: torch.dtype | None, rows: tuple[int, int] | None
+    ) -> torch.Tensor:
         handle = self._files[self._file_of[name]]
         if layout.shape:
-            shard = _read_segments(handle.get_slice(name), layout, mesh)
+            shard = _read_segments(handle.get_slice(name), layout, mesh, dtype, rows)
         else:
-            shard = handle.get_tensor(name).clone()
+            shard = handle.get_tensor(name).to(dtype, copy=True)
         return shard if layout.holds_values(mesh) else shard.zero_()
 
     def _open(self, file: Path) -> Any:
@@ -149,7 +183,7 @@ class SafetensorsSource(WeightsSource):
         if not path.is_dir():
             raise WeightsError(f"no weights found at '{path}': no such file or directory")
         if (path / INDEX_FILE).is_file():
-            return _read_index(path / INDEX_FILE)
+            return {**read_index(path / INDEX_FILE)}
         for file in (path / COMPLETE / SINGLE_FILE, path / SINGLE_FILE):
             if file.is_file():
                 return {file: None}
@@ -205,38 +239,39 @@ def _description_of(directory: Path) -> dict[str, Any]:
         raise WeightsError(f"{file} is not the description of a checkpoint: {error}") from error
 
 
-def _read_index(file: Path) -> dict[Path, set[str] | None]:
-    try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(str(name), str(shard)) for name, shard in weight_map.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{file} is not an index of safetensors files: {type(error).__name__}: {error}") from error
-    files: dict[Path, set[str] | None] = {}
-    for name, shard in pairs:
-        if Path(shard).name != shard:
-            raise WeightsError(f"{file} places '{name}' in '{shard}', outside of its directory")
-        names = files.setdefault(file.parent / shard, set())
-        assert names is not None
-        names.add(name)
-    return files
-
-
-def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-    """Read only this rank's ranges, with zeros for padding.
+def _read_segments(
+    stored: Any, layout: Layout, mesh: Mesh | None, dtype: torch.dtype | None, rows: tuple[int, int] | None
+) -> torch.Tensor:
+    """Read only this rank's ranges, with zeros for padding, and convert each by itself.
 
     The result is a copy: safetensors maps the file, and later writes into it would reach the model.
     """
+    segments, shape = [shard_ranges(axis) for axis in layout.segments(mesh)], list(layout.local_shape(mesh))
+    if rows is not None:
+        segments[0], shape[0] = list(_within(segments[0], *rows)), rows[1]
     shard: torch.Tensor | None = None
-    for ranges in itertools.product(*(shard_ranges(axis) for axis in layout.segments(mesh))):
+    for ranges in itertools.product(*segments):
         stops = [min(start + length, extent) for (_, start, length), extent in zip(ranges, layout.shape, strict=True)]
         starts = [min(start, stop) for (_, start, _), stop in zip(ranges, stops, strict=True)]
         part = stored[tuple(map(slice, starts, stops))]
         if shard is None:
-            shard = torch.zeros(layout.local_shape(mesh), dtype=part.dtype, device="cpu")
+            shard = torch.zeros(shape, dtype=dtype or part.dtype, device="cpu")
         own = tuple(slice(at, at + extent) for (at, _, _), extent in zip(ranges, part.shape, strict=True))
         shard[own] = part
     assert shard is not None
     return shard
+
+
+def _within(ranges: Iterable[tuple[int, int, int]], first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Limit the ranges of one axis to some elements of the shard, which become the first ones; at least one range."""
+    last, is_empty = first + count, True
+    for at, start, length in ranges:
+        begin, end = max(at, first), min(at + length, last)
+        if begin < end:
+            is_empty = False
+            yield begin - first, start + begin - at, end - begin
+    if is_empty:
+        yield 0, 0, 0
 
 
 def check_names(survey: Survey, source: WeightsSource) -> dict[str, str]:
@@ -281,6 +316,8 @@ def check_names(survey: Survey, source: WeightsSource) -> dict[str, str]:
 
 def read_tensor(source: WeightsSource, name: str, spec: TensorSpec, *, wider: bool = False) -> torch.Tensor:
     """Read a full tensor in the model's type; ``wider`` keeps a wider type."""
-    value = source.read(name, Layout(spec.name, spec.shape), None)
-    dtype = torch.promote_types(value.dtype, spec.dtype) if wider else spec.dtype
-    return value.to("cpu", dtype)
+    layout = Layout(spec.name, spec.shape)
+    if not wider:
+        return source.read_as(name, layout, None, spec.dtype).to("cpu")
+    value = source.read(name, layout, None)
+    return value.to("cpu", torch.promote_types(value.dtype, spec.dtype))
