@@ -131,17 +131,29 @@ class BuildContext:
         self.schedules_learning_rate = arguments.lr_scheduler is None
         self._originals = {id(tensor): name for name, tensor in values.reference.items()}
 
-    def materialize(self) -> Iterator[LiveTensor]:
+    def materialize(self, *, rows: Callable[[LiveTensor], tuple[int, int]] | None = None) -> Iterator[LiveTensor]:
         """Give the model its values, one tensor after the other, in registration order.
 
         Only for a dialect with ``takes_tensors = True``; it must take them all. Each tensor is in its place in the
         model when it is yielded; temporary memory for it is released before the next one. Tensors of other pipeline
         ranks alone are left out.
 
+        Args:
+            rows: for a runtime that divides parameters by rows: start and length of this rank's rows of a parameter's
+                local shape. Only they are read, and the parameter has shape, type and device, but no memory until
+                :meth:`fill_rows`. A parameter that is not on the meta device keeps its full values.
+
         Raises:
             WeightsError: the weights do not fit, or a tensor on the meta device cannot be initialized.
         """
-        return self._values.run()
+        return self._values.run(rows)
+
+    def fill_rows(self, module: torch.nn.Module) -> None:
+        """Give the parameters of a module that have no memory their full memory, with the values of this rank's rows.
+
+        They are other objects then, in all modules inside.
+        """
+        self._values.fill_rows(module)
 
     def make_optimizer(
         self, *, partitioned: bool = False, has_main_weights: bool = False
