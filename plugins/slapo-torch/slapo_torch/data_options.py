@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_runtime.correspondence.storage import rows_of
+from slapo_runtime.correspondence.storage import Window
 from slapo_torch.fully_shard import FullyShard, is_reshard, marked_units, repeated_blocks, shared_names, tie, units_of
 from slapo_torch.private import has_gradient_hooks
 
@@ -34,12 +34,15 @@ def materialize(context: BuildContext, *, by_rows: bool = False) -> None:
     """Give the model its values; ``by_rows`` reads of each parameter only this rank's rows along ``dp``."""
     mesh = context.schedule.mesh
 
-    def rows(live: LiveTensor) -> tuple[int, int]:
+    def window(live: LiveTensor) -> Window:
         assert mesh is not None
-        return rows_of(live.tensor.shape[0], mesh.size("dp"), mesh.rank("dp"))
+        rows, *rest = live.tensor.shape
+        length = -(-rows // mesh.size("dp"))  # as fully_shard divides them
+        start = min(mesh.rank("dp") * length, rows)
+        return Window((min(length, rows - start), *rest), (start, *(0 for _ in rest)))
 
     with context.together("materializing the model"):
-        for _ in context.materialize(rows=rows if by_rows else None):
+        for _ in context.materialize(windows=window if by_rows else None):
             pass
 
 

@@ -142,7 +142,7 @@ class TorchEngine(StatefulEngine):
         assert schedule.mesh is not None
         root = FullyShard(False if reshard is False else None)
         mesh = mesh_of_shards(schedule.mesh)
-        self._sharded = ShardedData(self._module, units, mesh, root=root, fill=self._context.fill_rows)
+        self._sharded = ShardedData(self._module, units, mesh, root=root, fill=self._context.fill_windows)
         self._sharded.take_over(self.optimizer)
         self._context.state.tensors()  # shards take over the layouts of the parameters in whose place they are
 
@@ -197,6 +197,7 @@ class TorchEngine(StatefulEngine):
         optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        self.steps += 1
         if len(batches) > 1:
             return StepResult(torch.stack(losses).mean(), None, norm)
         return StepResult(losses[0], output, norm)

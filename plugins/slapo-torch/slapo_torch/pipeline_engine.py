@@ -220,6 +220,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
             self.optimizer.step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
+        self.steps += 1
         return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import slapo_core as slapo
-from slapo_runtime.weights import sources
+from slapo_runtime.weights.sources import SafetensorsSource
 from slapo_testing import preload_modules, run_ranks
 
 preload_modules("transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "slapo_tp")
@@ -53,17 +53,17 @@ def scheduled(make: Any, mesh: dict[str, int]) -> slapo.Schedule:
     return sch
 
 
-def read_elements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def read_elements(patch: pytest.MonkeyPatch) -> list[int]:
     """Note the number of elements of each tensor that is read from a file."""
     noted: list[int] = []
-    segments = sources._read_segments
+    read = SafetensorsSource.read_as
 
-    def noting(*args: Any) -> torch.Tensor:
-        found = segments(*args)
+    def noting(self: Any, *args: Any, **options: Any) -> torch.Tensor:
+        found = read(self, *args, **options)
         noted.append(found.numel())
         return found
 
-    monkeypatch.setattr(sources, "_read_segments", noting)
+    patch.setattr(SafetensorsSource, "read_as", noting)
     return noted
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from slapo_core.errors import BuildError
 from slapo_core.internals import module_index
 from slapo_core.layout import device_of
+from slapo_runtime.private import local_window
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,18 +77,55 @@ Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """A rectangle: start in the shard, start in the full tensor, extent."""
 
 
-def blocks(layout: Layout, mesh: Mesh | None) -> Iterator[Block]:
-    """Yield the rectangles of a shard: start in the shard, start in the full tensor, extent.
+class Window(NamedTuple):
+    """This rank's rows of a DTensor: their shape, and their start in the full tensor."""
 
-    Padding is left out.
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a view of the full tensor."""
+        return full[slices(self.offset, self.shape)]
+
+
+def slices(offset: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a rectangle."""
+    return tuple(slice(begin, begin + length) for begin, length in zip(offset, extent, strict=True))
+
+
+def window_of(tensor: torch.Tensor, mesh: Mesh | None) -> Window | None:
+    """Return this rank's window of a DTensor, without communication.
+
+    None for a plain tensor, and for a DTensor that is split over other dimensions than those of ``mesh``.
+    """
+    if mesh is None or not is_distributed(tensor) or not set(sharded_over(tensor)) <= set(mesh.sizes):
+        return None
+    return Window(*local_window(tensor))
+
+
+def blocks(layout: Layout, mesh: Mesh | None, window: Window | None = None) -> Iterator[Block]:
+    """Yield the rectangles of a shard; padding is left out.
+
+    Args:
+        layout: of the shard.
+        mesh: of the ranks.
+        window: of it; starts are in the window then.
     """
     for ranges in itertools.product(*(shard_ranges(axis) for axis in layout.segments(mesh))):
+        at, offset = tuple(one[0] for one in ranges), tuple(one[1] for one in ranges)
         extent = tuple(
             max(0, min(start + length, size) - start)
             for (_, start, length), size in zip(ranges, layout.shape, strict=True)
         )
+        if window is not None:
+            begins = tuple(map(max, at, window.offset))
+            ends = (a + e for a, e in zip(at, extent, strict=True))
+            stops = map(min, ends, map(operator.add, window.offset, window.shape))
+            extent = tuple(max(0, stop - begin) for begin, stop in zip(begins, stops, strict=True))
+            offset = tuple(o + begin - a for o, begin, a in zip(offset, begins, at, strict=True))
+            at = tuple(map(operator.sub, begins, window.offset))
         if math.prod(extent):
-            yield tuple(at for at, _, _ in ranges), tuple(start for _, start, _ in ranges), extent
+            yield at, offset, extent
 
 
 @dataclass(frozen=True)
@@ -349,6 +388,11 @@ class TorchOptimizer:
     def read(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
         return unsharded(self._optimizer.state[parameter][key])
 
+    def held(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """Return a state tensor itself, which may be a DTensor."""
+        found: torch.Tensor = self._optimizer.state[parameter][key]
+        return found
+
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         held = self._optimizer.state[parameter][key]
         held.copy_(sharded_like(held, value))
@@ -402,28 +446,6 @@ def sharded_over(tensor: torch.Tensor) -> tuple[str, ...]:
     return tuple(name for name, one in zip(names, own.placements, strict=True) if not one.is_replicate())
 
 
-def rows_of(count: int, shards: int, number: int) -> tuple[int, int]:
-    """Return start and length of a shard of ``count`` rows, as torch's ``Shard(0)`` divides them."""
-    length = -(-count // shards)
-    start = min(number * length, count)
-    return start, min(length, count - start)
-
-
-def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return start and length of this rank's rows of a DTensor, as of ``fully_shard``.
-
-    Returns:
-        None for other tensors, and where it is not divided by rows over one mesh dimension.
-    """
-    if not is_distributed(tensor):
-        return None
-    own: Any = tensor
-    split = [number for number, one in enumerate(own.placements) if not one.is_replicate()]
-    if len(split) != 1 or not own.placements[split[0]].is_shard(0):
-        return None
-    return rows_of(own.shape[0], own.device_mesh.size(split[0]), own.device_mesh.get_local_rank(split[0]))
-
-
 def sharding_groups(tensor: torch.Tensor) -> list[tuple[ProcessGroup, torch.device]]:
     """Return the process groups over which a DTensor is split, with their devices."""
     if not is_distributed(tensor):
@@ -443,16 +465,27 @@ def sharded_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Shard a full value as a DTensor, without communication; keep this rank's shard alone.
 
     Args:
-        tensor: of the same shape; if it is plain, the value is returned unchanged.
+        tensor: of the same shape; if it is plain, or the value is sharded already, the value is returned unchanged.
         value: the same on every rank that shares the tensor.
     """
-    if not is_distributed(tensor):
+    if not is_distributed(tensor) or is_distributed(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 
     like: Any = tensor
     own = value.detach().to(like.device)
     return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None).clone()
+
+
+def from_window(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor like ``tensor`` with this rank's window as its value."""
+    from torch.distributed.tensor import DTensor
+
+    like: Any = tensor
+    own = value.to(like.device)
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def optimizer_storage(optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerStorage | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from slapo_core.errors import ArgumentError, BuildError, warn_user
-from slapo_runtime.correspondence.storage import blocks, is_distributed, own_rows
+from slapo_runtime.correspondence.storage import blocks, is_distributed, slices, window_of
 from slapo_runtime.ranks.world import World
 from slapo_runtime.sizes import parse_bytes
 from slapo_runtime.weights.files import replacing, stale_weights, write_configurations
@@ -190,9 +190,8 @@ class _Export:
 
     def _sends_rectangles(self) -> bool:
         """Return whether every rank holds its rectangles of all tensors in the model itself."""
-        own = self.state.kept is None and all(
-            own_rows(live.tensor) is not None for live in self.state.tensors() if is_distributed(live.tensor)
-        )
+        tensors = [live.tensor for live in self.state.tensors() if is_distributed(live.tensor)]
+        own = self.state.kept is None and all(window_of(one, self.state.mesh) is not None for one in tensors)
         return all(self.world.gather(own))
 
     def _files(self, rounds: Sequence[Sequence[_Part]]) -> list[tuple[int, str, list[_Tensor]]]:
@@ -228,17 +227,11 @@ class _Export:
 
     def _rectangles(self, live: LiveTensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]:
         """Yield this rank's rectangles: offset in the full tensor, extent, values."""
-        rows = own_rows(live.tensor)
+        window = window_of(live.tensor, self.state.mesh)
         value: Any = live.tensor.detach()
-        value = value if rows is None else value.to_local()
-        for at, offset, extent in blocks(live.layout, self.state.mesh):
-            if rows is not None:  # a shard of the shard
-                first, last = max(at[0], rows[0]), min(at[0] + extent[0], rows[0] + rows[1])
-                if first >= last:
-                    continue
-                offset = (offset[0] + first - at[0], *offset[1:])
-                at, extent = (first - rows[0], *at[1:]), (last - first, *extent[1:])
-            yield offset, extent, value[_slices(at, extent)]
+        value = value if window is None else value.to_local()
+        for at, offset, extent in blocks(live.layout, self.state.mesh, window):
+            yield offset, extent, value[slices(at, extent)]
 
     def _assembled(
         self, parts: Sequence[_Part], by_rank: Sequence[Sequence[Sequence[_Place]]]
@@ -274,7 +267,7 @@ class _Export:
                 assert part.live is not None
                 here = {(offset, extent): value for offset, extent, value in self._rectangles(part.live)}
             for place, sender in senders:
-                target = full[_slices(*place)]
+                target = full[slices(*place)]
                 if sender == own:
                     target.copy_(here[place])
                 elif target.is_contiguous():
@@ -382,7 +375,3 @@ def _senders(by_rank: Sequence[Sequence[_Place]], owner: int) -> list[tuple[_Pla
         for place in places:
             found.setdefault(place, rank)
     return list(found.items())
-
-
-def _slices(at: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))

@@ -24,7 +24,7 @@ from slapo_runtime.weights.state import ModelState
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_runtime.correspondence.reference import Survey
-    from slapo_runtime.correspondence.storage import Placement
+    from slapo_runtime.correspondence.storage import Placement, Window
 
 
 class Materialization:
@@ -54,7 +54,7 @@ class Materialization:
         self.state = ModelState(self.correspondence)
         self.state.built = {live.name: live.tensor.dtype for live in self.correspondence.live()}
         self._has_run = False
-        self._rows: dict[int, tuple[int, torch.Tensor]] = {}  # start and values, by parameter
+        self._windows: dict[int, tuple[Window, torch.Tensor]] = {}  # with their values, by parameter
         self._schedule, self._source, self._device, self._seed = schedule, source, device, seed
         self._names: dict[str, str] = {}
         if source is not None:
@@ -70,7 +70,7 @@ class Materialization:
     @property
     def is_complete(self) -> bool:
         """Whether all tensors have their values."""
-        return self._has_run and not self._rows
+        return self._has_run and not self._windows
 
     @property
     def reference(self) -> dict[str, torch.Tensor]:
@@ -81,14 +81,14 @@ class Materialization:
         """Limit this rank to the tensors of its pipeline stages, until :meth:`take_back`."""
         Internals(self._schedule).tree.tensors.placement = placement
 
-    def run(self, rows: Callable[[LiveTensor], tuple[int, int]] | None = None) -> Iterator[LiveTensor]:
+    def run(self, windows: Callable[[LiveTensor], Window] | None = None) -> Iterator[LiveTensor]:
         """Materialize the tensors in registration order, and yield each.
 
         Tensors of other ranks alone are left out, and replaced by placeholders without memory.
 
         Args:
-            rows: gives start and length of the wanted rows of a parameter's local shape. Parameters on the meta device
-                then have no memory until :meth:`fill_rows`.
+            windows: gives the wanted window of a parameter's local shape. Parameters on the meta device then have no
+                memory until :meth:`fill_windows`.
 
         Raises:
             WeightsError: tensors on the meta device cannot be initialized; with all of them, after the others.
@@ -103,13 +103,13 @@ class Materialization:
                 if not live.tensor.is_meta:
                     self._install(live, torch.empty_like(live.tensor.detach(), device="meta"))
                 continue
-            if rows is not None and live.is_parameter and live.tensor.is_meta and live.tensor.dim():
-                wanted = rows(live)
-                value = self._value(live, wanted)
+            if windows is not None and live.is_parameter and live.tensor.is_meta and live.tensor.dim():
+                window = windows(live)
+                value = self._value(live, window)
                 if value is not None:
                     empty = torch.zeros((), dtype=value.dtype, device=value.device).expand(live.tensor.shape)
                     live = self._install(live, empty)
-                    self._rows[id(live.tensor)] = (wanted[0], value)
+                    self._windows[id(live.tensor)] = (window, value)
                     yield live
                 continue
             value = self._value(live)
@@ -129,17 +129,16 @@ class Materialization:
             set_extra_states(self.correspondence, self._extra)
         self._has_run = True
 
-    def fill_rows(self, module: nn.Module) -> None:
-        """Give a module's parameters without memory their full memory, with the values of the rows that were read."""
+    def fill_windows(self, module: nn.Module) -> None:
+        """Give a module's parameters without memory their full memory, with the values of their windows."""
         filled: dict[int, nn.Parameter] = {}
         for table in map(parameters_of, module.modules()):
             for name, parameter in table.items():
-                if parameter is None:
-                    continue
-                start, values = self._rows.pop(id(parameter), (0, None))
-                if values is not None:
-                    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=values.device)
-                    full[start : start + len(values)] = values
+                found = self._windows.pop(id(parameter), None)
+                if parameter is not None and found is not None:
+                    window, value = found
+                    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=value.device)
+                    window.of(full).copy_(value)
                     filled[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                     filled[id(parameter)].__dict__.update(parameter.__dict__)
                 table[name] = filled.get(id(parameter), parameter)
@@ -172,8 +171,8 @@ class Materialization:
 
     # -- one tensor -------------------------------------------------------------------------------------------
 
-    def _value(self, live: LiveTensor, rows: tuple[int, int] | None = None) -> torch.Tensor | None:
-        """Return the value to install, or its rows; None if the tensor stays or cannot be initialized."""
+    def _value(self, live: LiveTensor, window: Window | None = None) -> torch.Tensor | None:
+        """Return the value to install, or its window; None if the tensor stays or cannot be initialized."""
         if not live.tensor.is_meta:
             moved = self._device is not None and live.tensor.device != self._device
             if (
@@ -191,15 +190,15 @@ class Materialization:
                     live.tensor.copy_(shard)
                 return None
             return live.tensor.detach().to(self._device) if moved else None
-        shard = self._shard(live, rows)
+        shard = self._shard(live, window)
         return shard.to(self._target, live.tensor.dtype) if shard is not None else None
 
-    def _shard(self, live: LiveTensor, rows: tuple[int, int] | None = None) -> torch.Tensor | None:
-        """Return this rank's shard, or its rows, on its original device."""
+    def _shard(self, live: LiveTensor, window: Window | None = None) -> torch.Tensor | None:
+        """Return this rank's shard, or its window, on its original device."""
         mesh, name = self.correspondence.mesh, live.reference_names[0] if live.reference_names else ""
         explained = live.layout.origin in self.correspondence.survey.origins
         if explained and self._source is not None and name in self._names:
-            return self._source.read_as(self._names[name], live.layout, mesh, live.tensor.dtype, rows=rows)
+            return self._source.read_as(self._names[name], live.layout, mesh, live.tensor.dtype, window=window)
         if name and explained and self._reference[name].is_meta:
             shard = self._initializers["reference"].shard(name, live.layout, mesh)
             if shard is None:
@@ -209,7 +208,7 @@ class Materialization:
             if full is None:
                 self._failed.append(live.name)
             shard = live.layout.local(full, mesh) if full is not None else None
-        return shard if shard is None or rows is None else shard.narrow(0, *rows).clone()
+        return shard if shard is None or window is None else window.of(shard).clone()
 
     def _merged(self, live: LiveTensor) -> torch.Tensor | None:
         """Return the full value of a tensor that a step added, or that a plugin translates; None if it is unknown."""
@@ -275,15 +274,13 @@ def fitting(survey: Survey, source: WeightsSource, model: nn.Module) -> tuple[We
     try:
         return source, check_names(survey, source)
     except WeightsError as error:
-        if not isinstance(source, SafetensorsSource) or not source.directory.is_dir():
-            raise
         if source.buffers:
             raise WeightsError(
                 error.message,
                 hint=f"the forward resized or registered {', '.join(map(repr, source.buffers))}: build(sch, ...) "
                 f"without weights, and engine.load('{source.directory}')",
             ) from error
-        if not _is_of_transformers(model):
+        if not isinstance(source, SafetensorsSource) or not source.directory.is_dir() or not _is_of_transformers(model):
             raise
         converted = _converted(survey, source, model, error)
         return converted, check_names(survey, converted)

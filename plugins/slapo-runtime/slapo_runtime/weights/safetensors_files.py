@@ -30,11 +30,14 @@ DTYPES = {
     torch.int16: "I16",
     torch.uint16: "U16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+TYPES = {code: dtype for dtype, code in DTYPES.items()}
 _ALIGNMENT = 8
 _LONGEST = 100_000_000  # bytes of a header, as in the safetensors library
 

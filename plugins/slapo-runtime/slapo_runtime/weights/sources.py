@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,17 @@ import torch
 
 from slapo_core.errors import WeightsError
 from slapo_core.layout import Layout
-from slapo_runtime.correspondence.storage import shard_ranges
+from slapo_runtime.correspondence.storage import Window, blocks, slices
 from slapo_runtime.weights.files import COMPLETE, MANIFEST, located
 from slapo_runtime.weights.module_state import is_extra, unpacked
-from slapo_runtime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, headers_of, read_index
+from slapo_runtime.weights.safetensors_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    TYPES,
+    StoredTensor,
+    headers_of,
+    read_index,
+)
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -29,9 +35,13 @@ class WeightsSource(ABC):
 
     Attributes:
         extra: the modules' extra state (``get_extra_state``), by the keys of the state dict.
+        buffers: of a checkpoint: the shapes and types of buffers that forwards resized or registered.
+        directory: of the files, if there are any.
     """
 
     extra: Mapping[str, Any] = {}
+    buffers: Mapping[str, Any] = {}
+    directory: Path = Path()
 
     @property
     @abstractmethod
@@ -42,18 +52,23 @@ class WeightsSource(ABC):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of all tensors, by name."""
 
+    def check_files(self, *, part: tuple[int, int] = (0, 1)) -> None:
+        """Compare files with their checksums, if there are any.
+
+        Args:
+            part: ``(place, count)``: of ``count`` readers that share the work, this is the one at ``place``.
+
+        Raises:
+            WeightsError: a file is damaged.
+        """
+        return
+
     @abstractmethod
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
         """Read this rank's shard in the source's dtype, as new contiguous memory."""
 
     def read_as(
-        self,
-        name: str,
-        layout: Layout,
-        mesh: Mesh | None,
-        dtype: torch.dtype,
-        *,
-        rows: tuple[int, int] | None = None,
+        self, name: str, layout: Layout, mesh: Mesh | None, dtype: torch.dtype, *, window: Window | None = None
     ) -> torch.Tensor:
         """Read this rank's shard in another dtype, as new contiguous memory.
 
@@ -62,17 +77,22 @@ class WeightsSource(ABC):
             layout: of the shard.
             mesh: of the ranks.
             dtype: of the result.
-            rows: start and length of the shard's wanted range along its first axis; None reads all of it.
+            window: of the shard, to be read; None: all of it.
         """
         shard = self.read(name, layout, mesh)
-        return (shard if rows is None else shard.narrow(0, *rows).clone()).to(dtype)
+        return (shard if window is None else window.of(shard).clone()).to(dtype)
+
+    def read_like(self, name: str, layout: Layout, mesh: Mesh | None, like: torch.Tensor | None) -> torch.Tensor:
+        """Read as :meth:`read`; of a DTensor ``like``, this rank's rows may be enough, as a DTensor."""
+        return self.read(name, layout, mesh)
 
 
 def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | WeightsSource) -> WeightsSource:
     """Open the ``weights`` of ``build``.
 
     Args:
-        weights: a directory with safetensors files, one such file, or a mapping of full tensors.
+        weights: a directory with safetensors files, one such file, the checkpoint of a step, a directory of them, of
+            which the newest complete one is read, or a mapping of full tensors.
 
     Raises:
         WeightsError: there are no weights, or they cannot be read.
@@ -82,7 +102,9 @@ def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | W
     if isinstance(weights, Mapping):
         return MappingSource(weights)
     if isinstance(weights, (str, os.PathLike)):
-        return SafetensorsSource(Path(weights))
+        from slapo_runtime.checkpoints.reader import open_checkpoint
+
+        return open_checkpoint(weights) or SafetensorsSource(Path(weights))
     raise WeightsError(
         f"weights must be a directory, a .safetensors file or a mapping of tensors (got {type(weights).__name__})",
         hint='build(sch, weights="dir/with/safetensors")',
@@ -124,8 +146,8 @@ class SafetensorsSource(WeightsSource):
         self._file_of: dict[str, Path] = {}
         description = _description_of(path)
         self.extra = unpacked(description.get("extra", {}))
-        self.buffers: Mapping[str, Any] = description.get("buffers", {})  # that forwards resized or registered
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.buffers = description.get("buffers", {})
+        self._stored: dict[str, StoredTensor] = {}
         for file, tensors in headers_of(self._find(path)):
             handle = self._open(file)
             for name, stored in sorted(tensors.items()):
@@ -133,38 +155,38 @@ class SafetensorsSource(WeightsSource):
                     self.extra = {**self.extra, name: handle.get_tensor(name).clone()}
                     continue
                 self._file_of[name] = file
-                self._shapes[name] = stored.shape
+                self._stored[name] = stored
 
     @property
     def label(self) -> str:
         return f"weights '{self._path}'"
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
+        return {name: one.shape for name, one in self._stored.items()}
 
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-        return self._read(name, layout, mesh, None, None)
+        return self.read_as(name, layout, mesh, self.dtype(name))
 
     def read_as(
-        self,
-        name: str,
-        layout: Layout,
-        mesh: Mesh | None,
-        dtype: torch.dtype,
-        *,
-        rows: tuple[int, int] | None = None,
+        self, name: str, layout: Layout, mesh: Mesh | None, dtype: torch.dtype, *, window: Window | None = None
     ) -> torch.Tensor:
-        return self._read(name, layout, mesh, dtype, rows)
+        # A copy: safetensors maps the file, and later writes into it would reach the model.
+        value = torch.zeros(layout.local_shape(mesh) if window is None else window.shape, dtype=dtype, device="cpu")
+        if layout.holds_values(mesh):
+            handle = self._files[self._file_of[name]]
+            if not layout.shape:
+                return value.copy_(handle.get_tensor(name))
+            stored = handle.get_slice(name)
+            for at, offset, extent in blocks(layout, mesh, window):  # each is converted by itself
+                value[slices(at, extent)] = stored[slices(offset, extent)]
+        return value
 
-    def _read(
-        self, name: str, layout: Layout, mesh: Mesh | None, dtype: torch.dtype | None, rows: tuple[int, int] | None
-    ) -> torch.Tensor:
-        handle = self._files[self._file_of[name]]
-        if layout.shape:
-            shard = _read_segments(handle.get_slice(name), layout, mesh, dtype, rows)
-        else:
-            shard = handle.get_tensor(name).to(dtype, copy=True)
-        return shard if layout.holds_values(mesh) else shard.zero_()
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the stored type of a tensor."""
+        code = self._stored[name].dtype
+        if code not in TYPES:
+            raise WeightsError(f"{self.label}: '{name}' is stored as {code}, which is not supported")
+        return TYPES[code]
 
     def _open(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -237,41 +259,6 @@ def _description_of(directory: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise WeightsError(f"{file} is not the description of a checkpoint: {error}") from error
-
-
-def _read_segments(
-    stored: Any, layout: Layout, mesh: Mesh | None, dtype: torch.dtype | None, rows: tuple[int, int] | None
-) -> torch.Tensor:
-    """Read only this rank's ranges, with zeros for padding, and convert each by itself.
-
-    The result is a copy: safetensors maps the file, and later writes into it would reach the model.
-    """
-    segments, shape = [shard_ranges(axis) for axis in layout.segments(mesh)], list(layout.local_shape(mesh))
-    if rows is not None:
-        segments[0], shape[0] = list(_within(segments[0], *rows)), rows[1]
-    shard: torch.Tensor | None = None
-    for ranges in itertools.product(*segments):
-        stops = [min(start + length, extent) for (_, start, length), extent in zip(ranges, layout.shape, strict=True)]
-        starts = [min(start, stop) for (_, start, _), stop in zip(ranges, stops, strict=True)]
-        part = stored[tuple(map(slice, starts, stops))]
-        if shard is None:
-            shard = torch.zeros(shape, dtype=dtype or part.dtype, device="cpu")
-        own = tuple(slice(at, at + extent) for (at, _, _), extent in zip(ranges, part.shape, strict=True))
-        shard[own] = part
-    assert shard is not None
-    return shard
-
-
-def _within(ranges: Iterable[tuple[int, int, int]], first: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Limit the ranges of one axis to some elements of the shard, which become the first ones; at least one range."""
-    last, is_empty = first + count, True
-    for at, start, length in ranges:
-        begin, end = max(at, first), min(at + length, last)
-        if begin < end:
-            is_empty = False
-            yield begin - first, start + begin - at, end - begin
-    if is_empty:
-        yield 0, 0, 0
 
 
 def check_names(survey: Survey, source: WeightsSource) -> dict[str, str]:
