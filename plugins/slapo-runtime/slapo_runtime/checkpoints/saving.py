@@ -80,7 +80,7 @@ class Saving:
     def wait(self) -> None:
         """Wait for the pending save: a collective."""
         pending, self.pending = self.pending, None
-        if pending is not None:
+        if pending is not None and not pending.is_over:
             pending.wait()
 
 
@@ -92,17 +92,20 @@ class PendingSave:
         directory: of the step.
         worker: of this rank.
         is_first: whether this rank completes the checkpoint.
+
+    Attributes:
+        is_over: whether :meth:`wait` was called.
     """
 
     def __init__(self, mesh: Mesh | None, directory: Path, worker: Worker, *, is_first: bool) -> None:
         self._mesh, self._directory, self._worker, self._is_first = mesh, directory, worker, is_first
         self._error: Exception | None = None
-        self._is_over = False
+        self.is_over = False
 
     @property
     def done(self) -> bool:
         """Whether this rank's part is over: on the first rank, the entire checkpoint; not a collective."""
-        return self._is_over or self._worker.is_idle
+        return self.is_over or self._worker.is_idle
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete: a collective.
@@ -110,8 +113,8 @@ class PendingSave:
         Raises:
             BuildError: a worker failed, on every rank; the checkpoint is incomplete, earlier ones are intact.
         """
-        if not self._is_over:
-            self._is_over = True
+        if not self.is_over:
+            self.is_over = True
             try:
                 self._wait()
             except Exception as error:
