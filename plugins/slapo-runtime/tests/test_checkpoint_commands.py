@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ def test_damaged_checkpoints_are_found(tmp_path: Path, damage: Any) -> None:
     assert str(file) in run("verify", tmp_path / "step-00000001", status=1).stdout
 
 
+def test_checkpoints_of_format_1_are_shown_and_verified(tmp_path: Path) -> None:
+    directory = shutil.copytree(Path(__file__).parent / "format_1" / "plain", tmp_path / "old")
+    (shown,) = as_json("show", directory)["checkpoints"]
+    assert shown["state"] == "complete, format 1"
+    assert as_json("verify", directory)["damaged"] == {}
+    flip(directory / "optimizer.safetensors")
+    assert list(as_json("verify", directory, status=1)["damaged"]) == [str(directory / "optimizer.safetensors")]
+
+
 def test_a_directory_without_a_complete_checkpoint_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "step-00000009").mkdir()
     assert as_json("verify", tmp_path, status=1)["damaged"] == {str(tmp_path): "no complete checkpoint"}
@@ -104,7 +114,7 @@ def test_damaged_exports_are_found(tmp_path: Path, damage: Any) -> None:
 
 def test_a_checkpoint_is_exported_for_transformers(tmp_path: Path) -> None:
     engine = trained(tmp_path / "run")
-    run("export", tmp_path / "run", tmp_path / "out", "--max-shard-size", "8kB", "--dtype", "bfloat16")
+    run("export", tmp_path / "run", tmp_path / "out", "--max-shard-size", "4kB", "--dtype", "bfloat16")
     assert (tmp_path / "out" / INDEX_FILE).is_file()
     model, info = BertForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]

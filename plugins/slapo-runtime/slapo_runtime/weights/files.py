@@ -226,17 +226,16 @@ def export_plain(
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in weights.values())
         write_index(path, total, {key: name for name, shard in zip(names, shards, strict=True) for key in shard})
-    for name in stale_weights(path, keep=names):
+    for name in stale_weights(path, keep=[*names, INDEX_FILE] if len(names) > 1 else names):
         (path / name).unlink()
 
 
 def stale_weights(directory: Path, *, keep: Sequence[str]) -> list[str]:
-    """List the index and files of weights in a directory that are of another export.
+    """List files of weights of an earlier export, the index first.
 
     Args:
-        directory: that may not exist.
-        keep: the names of the new files.
+        directory: may not exist.
+        keep: names of new files.
     """
-    own = {*keep, INDEX_FILE} if len(keep) > 1 else set(keep)
-    found = [file.name for file in directory.glob("model*.safetensors*")]
-    return sorted((name for name in found if name not in own and _WEIGHTS.fullmatch(name)), reverse=True)
+    found = {file.name for file in directory.glob("model*.safetensors*")} - set(keep)
+    return sorted(filter(_WEIGHTS.fullmatch, found), reverse=True)
