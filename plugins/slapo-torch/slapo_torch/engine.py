@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import REBUILD, StatefulEngine
-from slapo_torch.data_options import OWN_OPTIONS, data_ranks
+from slapo_torch.data_options import OWN_OPTIONS, data_ranks, materialize
 from slapo_torch.fully_shard import FullyShard, units_of
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class TorchEngine(StatefulEngine):
         self._sharded: ShardedData | None = None
         self._frozen: tuple[nn.Parameter, ...] = ()  # parameters that DistributedDataParallel never averages
         is_sharded = plan.config["data_parallel"] == "fsdp" and data_ranks(context.schedule.mesh) > 1
+        materialize(context, by_rows=is_sharded)
         self.optimizer = context.make_optimizer(partitioned=is_sharded)
         if is_sharded:
             self._shard()
@@ -140,7 +141,8 @@ class TorchEngine(StatefulEngine):
         units = units_of(schedule, reshard_after_forward=reshard)
         assert schedule.mesh is not None
         root = FullyShard(False if reshard is False else None)
-        self._sharded = ShardedData(self._module, units, mesh_of_shards(schedule.mesh), root=root)
+        mesh = mesh_of_shards(schedule.mesh)
+        self._sharded = ShardedData(self._module, units, mesh, root=root, fill=self._context.fill_windows)
         self._sharded.take_over(self.optimizer)
         self._context.state.tensors()  # shards take over the layouts of the parameters in whose place they are
 

@@ -14,7 +14,7 @@ from slapo_core import BuildError, StepResult
 from slapo_runtime.correspondence.storage import sharded_over
 from slapo_runtime.engine import PipelineSteps, StatefulEngine
 from slapo_runtime.stages.runner import StageCache, step_seed
-from slapo_torch.data_options import data_ranks
+from slapo_torch.data_options import data_ranks, materialize
 from slapo_torch.fully_shard import units_of_stages
 from slapo_torch.replica_gradients import averaging
 from slapo_torch.running_stage import PipelineRunner
@@ -162,6 +162,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
         self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
         self._part: nn.Module | None = None
         is_sharded = plan.config["data_parallel"] == "fsdp" and data_ranks(mesh) > 1
+        materialize(context)
         self.optimizer = context.make_optimizer(partitioned=is_sharded)
         self._sharded = self._shard() if is_sharded else None
         self.lr_scheduler = context.make_lr_scheduler(self.optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +85,9 @@ def mesh_of_shards(mesh: Mesh) -> DeviceMesh:
     return device_mesh["dp_replicate", "dp"] if mesh.size("dp_replicate") > 1 else device_mesh["dp"]  # type: ignore[no-any-return]
 
 
+Fill = Callable[[nn.Module], None]
+
+
 class ShardedModel:
     """A model whose units are under torch's ``fully_shard``.
 
@@ -92,11 +95,16 @@ class ShardedModel:
         model: parameters of units become DTensors in its place.
         units: the options of each, by path.
         mesh: of the ranks that share parameters.
+        fill: is called with each unit before it is sharded; None: all parameters have their values.
     """
 
-    def __init__(self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, fill: Fill | None = None
+    ) -> None:
         full = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
         for path in sorted(units, key=lambda path: -path.count(".") - bool(path)):  # inner ones first, the root last
+            if fill is not None:
+                fill(model.get_submodule(path))
             _shard(model.get_submodule(path), mesh, units[path])
         self._units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
@@ -119,14 +127,21 @@ class ShardedData(ShardedModel):
         units: the options of each unit but the root, by path.
         mesh: of the ranks that share parameters.
         root: the options of the root.
+        fill: as for :class:`ShardedModel`.
     """
 
     def __init__(
-        self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, root: FullyShard
+        self,
+        model: nn.Module,
+        units: Mapping[str, FullyShard],
+        mesh: DeviceMesh,
+        *,
+        root: FullyShard,
+        fill: Fill | None = None,
     ) -> None:
         self._model, self._name = model, type(model).__name__  # fully_shard puts a class of its own before it
         self._has_failed = False
-        super().__init__(model, {**units, "": units.get("", root)}, mesh)
+        super().__init__(model, {**units, "": units.get("", root)}, mesh, fill=fill)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -27,6 +27,7 @@ from slapo_runtime.weights.checkpoint import (
     refuse_not_json,
     writing,
 )
+from slapo_runtime.weights.files import write_configurations
 from slapo_runtime.weights.sharded_checkpoint import OwnShard, description_of, own_shards
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def save_checkpoint(
         description["replicas"] = differing.message
     with World(state.mesh) as world:
         save = _Save(Path(directory), world, is_first=state.is_first_rank, steps=saving.steps)
-        save.begin()
+        save.begin(state)
         completion = Completion(save.directory, save.identifier, saving.steps, world.size, description, random, keep)
         shards = own_shards(state, moments)
         if asynchronous and save.takes_part:
@@ -207,12 +208,13 @@ class _Save:
         self._what = f"writing the checkpoint '{root}'"
         self.directory, self.identifier = root, uuid.uuid4().hex
 
-    def begin(self) -> None:
-        """Make the directory of the step."""
+    def begin(self, state: ModelState) -> None:
+        """Make the directory of the step, with the model's configurations."""
         with self._world.together(self._what):
             if self._is_first:
                 with writing(self.root):
                     self.directory = begin_step(self.root, self._steps)
+                    write_configurations(state.correspondence.tree.root, self.directory)
         self.directory, self.identifier = self._world.gather((self.directory, self.identifier))[0]
 
     def write(self, shards: Iterator[OwnShard], completion: Completion) -> None:
