@@ -129,10 +129,8 @@ class TorchEngine(PreciseEngine):
         self._module, self._reason = context.schedule.model, None
         self._sharded: ShardedData | None = None
         self._frozen: tuple[nn.Parameter, ...] = ()  # parameters that DistributedDataParallel never averages
-        self._set_precision(plan, context)
-        replicas = data_ranks(context.schedule.mesh)
-        is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
-        self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1)
+        is_sharded = self._materialize(plan, context)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded and data_ranks(context.schedule.mesh) > 1)
         if is_sharded:
             self._shard()
         else:
@@ -163,8 +161,9 @@ class TorchEngine(PreciseEngine):
         schedule, reshard = self._context.schedule, self.plan.config["reshard_after_forward"]
         units = with_islands(schedule, units_of(schedule, reshard_after_forward=reshard), self.plan.config)
         root = FullyShard(False if reshard is False else None)
-        mesh = mesh_of_shards(schedule.mesh, self._precision.device)
-        self._sharded = ShardedData(self._module, units, mesh, root=root, policy=self._precision.policy)
+        mesh, policy = mesh_of_shards(schedule.mesh, self._precision.device), self._precision.policy
+        fill = self._context.fill_windows
+        self._sharded = ShardedData(self._module, units, mesh, root=root, policy=policy, fill=fill)
         self._precision.install(["", *(path for path in units if path and self._precision.gathers)])
         self._sharded.take_over(self.optimizer)
         self._context.state.tensors()  # shards take over the layouts of the parameters in whose place they are
@@ -218,6 +217,7 @@ class TorchEngine(PreciseEngine):
             if self._sharded is not None:
                 self._sharded.refuse_unseen_backward()
         norm = self._update()
+        self.steps += 1
         if len(batches) > 1:
             return StepResult(torch.stack(losses).mean(), None, norm)
         return StepResult(losses[0], output, norm)

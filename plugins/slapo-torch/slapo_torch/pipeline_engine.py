@@ -168,10 +168,8 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         self._count: int = plan.config["microbatches"]
         self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
         self._part: nn.Module | None = None
-        self._set_precision(plan, context)
-        replicas = data_ranks(mesh)
-        is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
-        self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1)
+        is_sharded = self._materialize(plan, context)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded and data_ranks(mesh) > 1)
         self._sharded: ShardedStages | None = None
         if is_sharded:
             self._sharded = self._shard()
@@ -236,6 +234,7 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         loss = self._forward_backward(batch, zero=self.optimizer)
         with self._closing(lambda: self._at):
             norm = self._update(self._stand)
+        self.steps += 1
         return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:

@@ -18,7 +18,7 @@ from slapo_torch.private import tree_map_only
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_runtime.context import BuildContext
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 
 @dataclass(frozen=True)
@@ -226,17 +226,19 @@ class ModelPrecision:
     Args:
         schedule: of the build.
         options: of the plan.
-        device: of the model.
 
     Attributes:
+        device: of the model.
         preset: of the option ``precision``; None without one.
         islands: paths of the modules that compute in float32.
         uses_autocast: whether passes run under torch.autocast; else inputs are cast at borders.
     """
 
-    def __init__(self, schedule: Schedule, options: Mapping[str, Any], device: torch.device) -> None:
+    device: torch.device
+
+    def __init__(self, schedule: Schedule, options: Mapping[str, Any]) -> None:
         self.preset = PRESETS.get(options["precision"])
-        self._model, self.device = schedule.model, device
+        self._model = schedule.model
         self._elsewhere: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] | None = None
         self.islands = islands_of(schedule.model, options["fp32"]) if self.preset is not None else ()
         self.uses_autocast = self.is_mixed and options["data_parallel"] == "ddp"
@@ -261,10 +263,9 @@ class ModelPrecision:
         assert self.preset is not None
         return torch.float32 if is_within(name, self.islands) else self.preset.compute
 
-    def store(self, context: BuildContext) -> None:
-        """Cast the parameters to the types in which they are stored, before the optimizer is made."""
-        if self.preset is not None:
-            context.cast_parameters(lambda live: self.stored(live.name) if _is_cast(live.tensor) else None)
+    def wanted(self, live: LiveTensor) -> torch.dtype | None:
+        """Return the type into which a parameter is read or cast; None for its own."""
+        return self.stored(live.name) if self.preset is not None and _is_cast(live.tensor) else None
 
     def policy(self, path: str) -> Any:
         """Return the policy of ``fully_shard`` for the unit at a path; inputs are cast by :meth:`install`."""

@@ -278,7 +278,7 @@ def no_autocast(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def no_main_weights(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(ModelPrecision, "store", lambda self, context: context.cast_parameters(lambda live: BF16))
+    patch.setattr(ModelPrecision, "wanted", lambda self, live: BF16)
     return {}
 
 
