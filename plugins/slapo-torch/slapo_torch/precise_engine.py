@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import warn_user
 from slapo_runtime.engine import StatefulEngine
 from slapo_torch.data_options import data_ranks, materialize
 from slapo_torch.grad_scaler import MeshGradScaler
@@ -134,4 +134,6 @@ class PreciseEngine(StatefulEngine):
         if SCALER in runtime:
             self.scaler.load_state_dict(dict(runtime[SCALER]))
         else:
-            warn_user("the checkpoint holds no state of a GradScaler: the scale of the loss begins anew")
+            warnings.warn(
+                "the checkpoint holds no state of a GradScaler: the scale of the loss begins anew", stacklevel=4
+            )
