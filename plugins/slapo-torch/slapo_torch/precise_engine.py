@@ -37,8 +37,7 @@ class PreciseEngine(StatefulEngine):
 
     def _set_precision(self, plan: Plan, context: BuildContext) -> None:
         """Cast the parameters, before the optimizer is made."""
-        here = (live.tensor.device for live in context.state.tensors() if live.is_local)
-        device = context.device or next(here, torch.device("cpu"))
+        device = context.model_device
         self._precision = ModelPrecision(context.schedule, plan.config, device)
         self._precision.store(context)
         preset = self._precision.preset

@@ -101,6 +101,9 @@ def mesh_of_shards(mesh: Mesh | None, device: torch.device | None = None) -> Dev
     return device_mesh["dp_replicate", "dp"] if mesh.size("dp_replicate") > 1 else device_mesh["dp"]  # type: ignore[no-any-return]
 
 
+Fill = Callable[[nn.Module], None]
+
+
 class ShardedModel:
     """A model whose units are under torch's ``fully_shard``.
 
@@ -109,13 +112,22 @@ class ShardedModel:
         units: the options of each, by path.
         mesh: of the ranks that share parameters.
         policy: the MixedPrecisionPolicy of the unit at a path; None for the default of torch.
+        fill: is called with each unit before it is sharded; None: all parameters have their values.
     """
 
     def __init__(
-        self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, policy: Policy | None = None
+        self,
+        model: nn.Module,
+        units: Mapping[str, FullyShard],
+        mesh: DeviceMesh,
+        *,
+        policy: Policy | None = None,
+        fill: Fill | None = None,
     ) -> None:
         full = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
         for path in sorted(units, key=lambda path: -path.count(".") - bool(path)):  # inner ones first, the root last
+            if fill is not None:
+                fill(model.get_submodule(path))
             types = fsdp.MixedPrecisionPolicy() if policy is None else policy(path)
             _shard(model.get_submodule(path), mesh, units[path], types)
         self._units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -140,6 +152,7 @@ class ShardedData(ShardedModel):
         mesh: of the ranks that share parameters.
         root: the options of the root.
         policy: as for :class:`ShardedModel`.
+        fill: as for :class:`ShardedModel`.
     """
 
     def __init__(
@@ -150,10 +163,11 @@ class ShardedData(ShardedModel):
         *,
         root: FullyShard,
         policy: Policy | None = None,
+        fill: Fill | None = None,
     ) -> None:
         self._model, self._name = model, type(model).__name__  # fully_shard puts a class of its own before it
         self._has_failed = False
-        super().__init__(model, {**units, "": units.get("", root)}, mesh, policy=policy)
+        super().__init__(model, {**units, "": units.get("", root)}, mesh, policy=policy, fill=fill)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
