@@ -16,6 +16,7 @@ from slapo_core.internals import describe
 from slapo_runtime.correspondence.storage import is_distributed
 from slapo_runtime.ranks.facts import RankFact
 from slapo_runtime.ranks.world import World
+from slapo_runtime.weights.parameter_groups import GroupedFactory
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -64,7 +65,8 @@ def make_optimizer(
     """
     if factory is None:
         return None
-    optimizer = factory(list(parameters.values())) if parameters or not is_part else _without_parameters(factory)
+    makes_empty = is_part and not parameters and not isinstance(factory, GroupedFactory)  # which has empty groups
+    optimizer = _without_parameters(factory) if makes_empty else factory(list(parameters.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
             f"the optimizer factory must return a torch.optim.Optimizer (got {type(optimizer).__name__})", hint=_CALL
