@@ -103,7 +103,7 @@ def checked_precision(schedule: Schedule, config: Mapping[str, Any], parallel: s
             "not: the types of P2P messages would differ between ranks",
             hint=f'precision="{name}", data_parallel="fsdp"',
         )
-    if pp == 1 and (parallel == "fsdp" or not preset.is_mixed):
+    if parallel == "fsdp" or not preset.is_mixed:
         _refuse_ties(schedule.model, islands, parallel)
     if pp == 1 and parallel == "fsdp":
         _refuse_traced(schedule, islands)
