@@ -179,9 +179,20 @@ class Assumptions:
     def replicas(self) -> None:
         """Record the exchange of gradients between replicas."""
         self._found[
-            "replicas exchange gradients as DistributedDataParallel does: in persistent buckets of 25 MiB, overlapping "
-            "the backward pass"
+            "replicas exchange gradients as DistributedDataParallel does: in persistent buckets, overlapping the "
+            "backward pass"
         ] = None
+
+    def shards(self, *, offloads: bool) -> None:
+        """Record the exchange of parameters and gradients between replicas that hold shards."""
+        self._found[
+            "units of fully_shard are gathered while the unit before them computes, and their gradients are reduced "
+            "until the end of the backward pass"
+        ] = None
+        if offloads:
+            self._found[
+                "what offload=True keeps in the memory of the CPU counts, too, and copies to the device take no time"
+            ] = None
 
     def pipeline(self, microbatches: int, mesh: Mapping[str, int], *, timed: bool) -> None:
         """Record the micro-batches and waiting times of a pipeline."""
