@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -128,7 +128,8 @@ def replicated_through(make: Callable[[nn.Module, Any, Mapping[str, Any]], Calla
 
     with PATCHING:
         own = DistributedDataParallel.__init__, DistributedDataParallel.forward
-        DistributedDataParallel.__init__, DistributedDataParallel.forward = wrap, forward  # type: ignore[method-assign, assignment]
+        wrapping = wraps(own[0])(wrap)  # with its signature, which tells the options
+        DistributedDataParallel.__init__, DistributedDataParallel.forward = wrapping, forward  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:

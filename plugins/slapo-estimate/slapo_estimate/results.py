@@ -174,7 +174,6 @@ class Assumptions:
             f"the step is taken by the engine of target {name!r} as on the CPU; tensors that the engine keeps between "
             "steps count as the optimizer's state"
         ] = None
-        self._found["numbers that the engine reads (norms, overflows) are assumed to be 0"] = None
 
     def replicas(self) -> None:
         """Record the exchange of gradients between replicas."""
@@ -238,6 +237,11 @@ class Assumptions:
             return optimizer
 
         return made
+
+    def no_overflow(self) -> float:
+        """Return 0.0 for an unknown number that the engine reads."""
+        self._found["numbers that the engine reads (norms, overflows) are assumed to be 0"] = None
+        return 0.0
 
     def number(self) -> float:
         """Return 1.0 for an unknown number that the optimizer reads (the norm of an update)."""

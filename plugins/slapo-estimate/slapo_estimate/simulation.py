@@ -319,7 +319,6 @@ def simulate(request: Request) -> RankResult | SlapoError:
         fakes = [fake_batch(batch, mode, values, assumptions) for batch in batches]
         trackers = Trackers.of(schedule, request)
         model = schedule.model
-        values.default = lambda: assumptions.number() if trackers.position.step == "optimizer" else None
         watched = dataclasses.replace(request, optimizer=assumptions.recording_factory(request.optimizer))
         is_cuda = request.device is not None and request.device.type == "cuda"
         with torch.compiler.set_stance("force_eager"), attention_of_cuda() if is_cuda else nullcontext():
@@ -327,6 +326,7 @@ def simulate(request: Request) -> RankResult | SlapoError:
                 with _quietly():
                     train(schedule, fakes[0], watched, mode, trackers, values, assumptions)
             else:
+                values.default = lambda: assumptions.number() if trackers.position.step == "optimizer" else None
                 train_stages(schedule, pipeline, fakes, watched, mode, trackers, values)
         waits = pipeline.share if pipeline is not None else 0.0
         return RankResult(trackers.result(request), kinds_of_ranks(request.mesh), assumptions.found(), waits)

@@ -94,9 +94,9 @@ class Replicas:
         options: Mapping[str, Any],
         hold: Callable[[Iterable[torch.Tensor]], None],
     ) -> None:
-        others = {name: value for name, value in options.items() if _KNOWN.get(name, value) not in (None, value)}
-        if others:
-            name, value = next(iter(others.items()))
+        for name, value in options.items():
+            if name in _KNOWN and _KNOWN[name] in (None, value):
+                continue
             raise EstimateError(
                 f"what DistributedDataParallel keeps and sends with {name}={value!r} is not known",
                 hint=f"leave out {name} for an estimate with its default",
@@ -197,10 +197,7 @@ def train(
     """
     model, is_torch = schedule.model, request.target == "torch"
     position, memory = trackers.position, trackers.memory
-    if is_torch:
-        _require_trained(model)
-    else:
-        values.default = lambda: 0.0  # norms, and flags of overflow
+    is_updating = False
     replicas: list[Replicas] = []
     entries = list(Internals(schedule).entries())  # a build drops them
 
@@ -217,9 +214,24 @@ def train(
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = optimizer_of(parameters, request) or _Nothing(parameters)
+        made.register_step_pre_hook(lambda *_: updates(True))
+        made.register_step_post_hook(lambda *_: updates(False))
         made.register_step_post_hook(lambda *_: hold_optimizer(made, memory))
         return made
 
+    def updates(whether: bool) -> None:
+        nonlocal is_updating
+        is_updating = whether
+
+    def number() -> float | None:
+        """Return what is read for an unknown number; None in the model's passes."""
+        if is_updating:
+            return assumptions.number()  # e.g. the norm of an update
+        return assumptions.no_overflow() if position.step == "optimizer" or not is_torch else None
+
+    if is_torch:
+        _require_trained(model)
+    values.default = number
     with mode:
         hold_tensors(model.parameters(), model.buffers(), [batch], memory)
         with (
