@@ -143,6 +143,17 @@ class BuildContext:
         """
         return self._values.run()
 
+    def cast_parameters(self, dtype: Callable[[LiveTensor], torch.dtype | None]) -> None:
+        """Cast parameters in place, before the optimizer is made; a failed build restores them.
+
+        Args:
+            dtype: gives a parameter's new type, None to keep it; equal on all ranks, also for placeholders.
+        """
+        for live in self.state.tensors():
+            wanted = dtype(live) if live.is_parameter else None
+            if wanted is not None:
+                self._values.cast(live, wanted)
+
     def make_optimizer(
         self, *, partitioned: bool = False, has_main_weights: bool = False
     ) -> torch.optim.Optimizer | None:
@@ -278,6 +289,10 @@ class BuildContext:
         except BuildError:
             batches = [example]
         return self._staged(batches, training=True, axes=axes, prepare=prepare)
+
+    def forget_stages(self) -> None:
+        """Make the stages again for each input signature, after hooks or types changed."""
+        self.__dict__.pop("_stages", None)
 
     @functools.cached_property
     def _stages(self) -> StagedModels:

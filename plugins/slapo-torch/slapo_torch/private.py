@@ -8,8 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["has_gradient_hooks", "is_compiled", "reduce_accumulated", "storage_id", "top_saved_tensors_hooks"]
+__all__ = [
+    "has_gradient_hooks",
+    "is_compiled",
+    "reduce_accumulated",
+    "reduce_dtypes",
+    "storage_id",
+    "top_saved_tensors_hooks",
+    "tree_map_only",
+    "unscale",
+]
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
@@ -27,6 +37,24 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
+def reduce_dtypes(unit: Any) -> list[torch.dtype]:
+    """Return the types in which a unit of ``fully_shard`` reduces its gradients, after its first pass."""
+    found = [one for group in _groups(unit._get_fsdp_state()) for one in group.fsdp_params]
+    trained = [one for one in found if one.sharded_param.requires_grad]
+    return [one.reduce_dtype or one.param_dtype or one.orig_dtype for one in trained]
+
+
+def unscale(gradients: Sequence[torch.Tensor], inverse: torch.Tensor, found: torch.Tensor) -> None:
+    """Multiply gradients of one type and device in place; ``found`` becomes 1 if one is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, inverse)
+
+
+def _groups(state: Any) -> list[Any]:
+    """Return the parameter groups of a unit's state: before torch 2.12 it has one or none."""
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
 def reduce_accumulated(units: Sequence[Any]) -> None:
     """Reduce the gradients that modules under ``fully_shard`` accumulated over backward passes, as pipelining does."""
     for unit in reversed(units):
@@ -34,8 +62,7 @@ def reduce_accumulated(units: Sequence[Any]) -> None:
         if state._is_root is None:
             state._lazy_init()
         state._state_ctx.is_last_backward = True
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for group in filter(None, groups):
+        for group in _groups(state):
             group.post_backward()
     for unit in units:
         state = unit._get_fsdp_state()

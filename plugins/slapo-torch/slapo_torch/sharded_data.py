@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from slapo_core import ArgumentError, BuildError, MeshError, Schedule, SealedError
+from slapo_core.layout import start_single_process_group
 from slapo_runtime.correspondence.storage import sharded_over
 from slapo_runtime.state import live_state
 from slapo_torch.data_options import check_shards, data_ranks
@@ -20,9 +23,10 @@ from slapo_torch.fully_shard import FullyShard, units_of
 from slapo_torch.private import reduce_accumulated
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from slapo_core import Mesh
+
+
+Policy = Callable[[str], fsdp.MixedPrecisionPolicy]
 
 
 def fully_shard(sch: Schedule, *, reshard_after_forward: bool | int | None = None) -> None:
@@ -79,8 +83,20 @@ def fully_shard(sch: Schedule, *, reshard_after_forward: bool | int | None = Non
     sch.seal("slapo_core.fully_shard")
 
 
-def mesh_of_shards(mesh: Mesh) -> DeviceMesh:
-    """Return torch's mesh of the ranks that share parameters: ``dp``, or ``dp_replicate`` x ``dp`` (HSDP)."""
+def mesh_of_shards(mesh: Mesh | None, device: torch.device | None = None) -> DeviceMesh:
+    """Return torch's mesh of the ranks that share parameters: ``dp``, or ``dp_replicate`` x ``dp`` (HSDP).
+
+    Args:
+        mesh: of the schedule.
+        device: of the model, for a mesh of this rank alone.
+    """
+    if data_ranks(mesh) == 1:
+        kind = device.type if device is not None else "cpu"
+        if not dist.is_initialized():
+            start_single_process_group(kind)
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return DeviceMesh.from_group(alone, kind, mesh_dim_names=("dp",))
+    assert mesh is not None
     device_mesh: Any = mesh.device_mesh
     return device_mesh["dp_replicate", "dp"] if mesh.size("dp_replicate") > 1 else device_mesh["dp"]  # type: ignore[no-any-return]
 
@@ -92,12 +108,16 @@ class ShardedModel:
         model: parameters of units become DTensors in its place.
         units: the options of each, by path.
         mesh: of the ranks that share parameters.
+        policy: the MixedPrecisionPolicy of the unit at a path; None for the default of torch.
     """
 
-    def __init__(self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, policy: Policy | None = None
+    ) -> None:
         full = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
         for path in sorted(units, key=lambda path: -path.count(".") - bool(path)):  # inner ones first, the root last
-            _shard(model.get_submodule(path), mesh, units[path])
+            types = fsdp.MixedPrecisionPolicy() if policy is None else policy(path)
+            _shard(model.get_submodule(path), mesh, units[path], types)
         self._units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             unit.set_force_sum_reduction_for_comms(True)  # gloo of some torch sums where it is to average
@@ -119,14 +139,21 @@ class ShardedData(ShardedModel):
         units: the options of each unit but the root, by path.
         mesh: of the ranks that share parameters.
         root: the options of the root.
+        policy: as for :class:`ShardedModel`.
     """
 
     def __init__(
-        self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, root: FullyShard
+        self,
+        model: nn.Module,
+        units: Mapping[str, FullyShard],
+        mesh: DeviceMesh,
+        *,
+        root: FullyShard,
+        policy: Policy | None = None,
     ) -> None:
         self._model, self._name = model, type(model).__name__  # fully_shard puts a class of its own before it
         self._has_failed = False
-        super().__init__(model, {**units, "": units.get("", root)}, mesh)
+        super().__init__(model, {**units, "": units.get("", root)}, mesh, policy=policy)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -193,9 +220,10 @@ def _parameters(module: Any) -> Iterable[nn.Parameter]:
     return found
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, unit: FullyShard) -> None:
+def _shard(module: nn.Module, mesh: DeviceMesh, unit: FullyShard, types: fsdp.MixedPrecisionPolicy) -> None:
     offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if unit.offload else fsdp.OffloadPolicy()
-    fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=unit.reshard_after_forward, offload_policy=offload)
+    reshard = unit.reshard_after_forward
+    fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=types, offload_policy=offload)
 
 
 class ShardedStages(ShardedModel):
@@ -208,11 +236,14 @@ class ShardedStages(ShardedModel):
         model: parameters of the stages become DTensors in its place.
         units: modules that a stage calls, by path; parameters of a module outside of inner units are a unit.
         mesh: of the ranks that share parameters.
+        policy: as for :class:`ShardedModel`.
     """
 
-    def __init__(self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, policy: Policy | None = None
+    ) -> None:
         kept = {path: dataclasses.replace(unit, reshard_after_forward=False) for path, unit in units.items()}
-        super().__init__(model, kept, mesh)
+        super().__init__(model, kept, mesh, policy=policy)
         for unit in self._units:
             unit.set_requires_gradient_sync(False)
             unit.set_reshard_after_backward(False)

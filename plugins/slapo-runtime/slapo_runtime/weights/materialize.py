@@ -61,6 +61,7 @@ class Materialization:
         self._target = device or _usual_device(schedule, self.correspondence)
         self._edit = Internals(schedule).edit()
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cast: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []  # with their gradients
         self._extra = chosen(self.correspondence, source.extra, source.label) if source is not None else {}
         self._extra_before: dict[str, Any] = {}
         self._failed: list[str] = []
@@ -110,8 +111,20 @@ class Materialization:
             set_extra_states(self.correspondence, self._extra)
         self.is_complete = True
 
+    def cast(self, live: LiveTensor, dtype: torch.dtype) -> None:
+        """Cast a parameter in place, until :meth:`take_back`."""
+        tensor = live.tensor
+        if tensor.dtype != dtype:
+            self._cast.append((tensor, tensor.data, tensor.grad))
+            tensor.grad = None
+            tensor.data = tensor.data.to(dtype)
+
     def take_back(self) -> None:
         """Restore the model."""
+        for tensor, data, gradient in self._cast:
+            tensor.data = data
+            tensor.grad = gradient
+        self._cast.clear()
         with torch.no_grad():
             for tensor, before in self._overwritten:
                 tensor.copy_(before)
@@ -124,6 +137,7 @@ class Materialization:
     def keep(self) -> None:
         """Keep the values, and release the memory for :meth:`take_back`."""
         self._overwritten.clear()
+        self._cast.clear()
         self._reference.clear()
         self._source = None
         self._edit.close()
