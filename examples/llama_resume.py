@@ -2,6 +2,7 @@
 compare its loss curve with that of one process, which nobody stops.
 
     python examples/llama_resume.py                    # all of it, the comparison and the plot
+    python examples/llama_resume.py --legs tp2 fsdp2   # killed once
     python examples/llama_resume.py --text my.txt      # on your own text
     python examples/llama_resume.py --quick            # a few steps of a tiny model
 
@@ -61,7 +62,7 @@ LEGS = {
     "ZeRO-2": Leg({"dp": 2, "tp": 1}, "deepspeed", {"config": {"zero_optimization": {"stage": 2}}}),
     "pp2 x tp2": Leg({"pp": 2, "tp": 2}, config={"microbatches": 2}),
 }
-"""In their order; the last one is not killed."""
+"""In their order, unless the command line has another one; the last one is not killed."""
 
 LEARNING_RATE, EPSILON, CLIP, WARMUP = 1e-3, 1e-6, 1.0, 10
 RUN = "resumed"  # the name of the job's results
@@ -69,7 +70,7 @@ RUN = "resumed"  # the name of the job's results
 
 def kills(options: argparse.Namespace) -> list[int]:
     """The steps after which the job is killed."""
-    return [options.steps * number // len(LEGS) + 1 for number in range(1, len(LEGS))]
+    return [options.steps * number // len(options.legs) + 1 for number in range(1, len(options.legs))]
 
 
 def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
@@ -179,7 +180,7 @@ def start(options: argparse.Namespace, name: str) -> list[subprocess.Popen[bytes
 
 def train_and_kill(options: argparse.Namespace) -> int:
     """Every leg after the other; the status is not 0 if one ended by itself, or failed."""
-    for name, last in zip(LEGS, [*kills(options), None], strict=True):
+    for name, last in zip(options.legs, [*kills(options), None], strict=True):
         processes = start(options, name)
         try:
             while last is not None and max((row["step"] for row in steps_of(options)), default=0) < last:
@@ -201,17 +202,18 @@ def train_and_kill(options: argparse.Namespace) -> int:
 def compare(options: argparse.Namespace) -> int:
     """Print the runs side by side, plot them, and give the exit status."""
     rows = steps_of(options)
-    first = {name: min(row["step"] for row in rows if row["leg"] == name) for name in LEGS}
+    first = {name: min(row["step"] for row in rows if row["leg"] == name) for name in options.legs}
     for name, step in first.items():
         print(f"{name}: from step {step} to {max(row['step'] for row in rows if row['leg'] == name)}")
     print(f"{len(rows) - len({row['step'] for row in rows})} steps were trained again after a kill")
     marks = {step - 1: name for name, step in first.items()}
-    return common.compare(options, [RUN], "A LLaMA whose job is killed three times, and one process", marks)
+    return common.compare(options, [RUN], "A LLaMA whose job is killed and resumed, and one process", marks)
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_options(parser, "llama_resume", LEGS)
+    parser.add_argument("--legs", nargs="+", default=list(LEGS), choices=LEGS, help="default: all")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: %(default)s)")
     parser.add_argument("--width", type=int, default=128, help="of the hidden states (default: %(default)s)")
     parser.add_argument("--every", type=int, default=4, help="steps between checkpoints (default: %(default)s)")
