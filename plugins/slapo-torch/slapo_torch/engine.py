@@ -200,6 +200,7 @@ class TorchEngine(PreciseEngine):
             if self._sharded is not None:
                 self._sharded.refuse_unseen_backward()
         norm = self._update()
+        self.steps += 1
         if len(batches) > 1:
             return StepResult(torch.stack(losses).mean(), None, norm)
         return StepResult(losses[0], output, norm)

@@ -240,6 +240,7 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         loss = self._forward_backward(batch, zero=self.optimizer)
         with self._closing(lambda: self._at):
             norm = self._update(self._stand)
+        self.steps += 1
         return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:

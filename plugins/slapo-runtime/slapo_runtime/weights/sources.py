@@ -45,6 +45,10 @@ class WeightsSource(ABC):
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
         """Read this rank's shard in the source's dtype, as new contiguous memory."""
 
+    def read_like(self, name: str, layout: Layout, mesh: Mesh | None, like: torch.Tensor | None) -> torch.Tensor:
+        """Read as :meth:`read`; of a DTensor ``like``, this rank's rows may be enough, as a DTensor."""
+        return self.read(name, layout, mesh)
+
 
 def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | WeightsSource) -> WeightsSource:
     """Open the ``weights`` of ``build``.
@@ -60,6 +64,11 @@ def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | W
     if isinstance(weights, Mapping):
         return MappingSource(weights)
     if isinstance(weights, (str, os.PathLike)):
+        from slapo_runtime.checkpoints.reader import open_checkpoint
+
+        checkpoint = open_checkpoint(weights)
+        if checkpoint is not None:
+            return checkpoint
         return SafetensorsSource(Path(weights))
     raise WeightsError(
         f"weights must be a directory, a .safetensors file or a mapping of tensors (got {type(weights).__name__})",

@@ -1,0 +1,1 @@
+"""Checkpoints that every rank writes and reads in parallel, by the reference model's names."""
