@@ -41,9 +41,9 @@ class TorchRuntime:
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
-    With ``precision="fp16-mixed"`` ``engine.scaler`` is used as torch's: ``engine.scaler.scale(loss).backward()``; before
-    clipping ``engine.scaler.unscale_(engine.optimizer)``, a collective; then ``engine.scaler.step(engine.optimizer)`` and
-    ``engine.scaler.update()``.
+    With ``precision="fp16-mixed"`` ``engine.scaler`` is used as torch's: ``engine.scaler.scale(loss).backward()``;
+    before clipping ``engine.scaler.unscale_(engine.optimizer)``, a collective; then
+    ``engine.scaler.step(engine.optimizer)`` and ``engine.scaler.update()``.
 
     Args:
         module: see below.

@@ -222,7 +222,6 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         self._state.tensors()  # shards take over the layouts of the parameters in whose place they are
         self._part = None
         if precision.preset is not None:
-            precision.refuse_full()
             everywhere = _paths(schedule.model, [stage.module for stage in partition.stages])
             precision.install(units_of_stages(schedule, everywhere) if precision.gathers else ())
             self._part = self._context.part(partition)

@@ -306,22 +306,6 @@ class ModelPrecision:
         """Cast them to the type of the parameters, for a forward without casts."""
         return inputs if self.preset is None else cast(inputs, self.preset.storage)  # type: ignore[no-any-return]
 
-    def refuse_full(self) -> None:
-        """Refuse parameters of this pipeline rank that stay full, and so in float32.
-
-        Raises:
-            BuildError: such a parameter, outside of the modules that compute in float32.
-        """
-        for name, parameter in self._model.named_parameters(remove_duplicate=False) if self.gathers else ():
-            is_full = not parameter.is_meta and not is_distributed(parameter) and _is_cast(parameter)
-            if is_full and not is_within(name, self.islands):
-                owner = name.rpartition(".")[0]
-                raise BuildError(
-                    f"'{name}' stays full in a pipeline (it is tied across stages, or belongs to a module above the "
-                    f"cuts), so that fully_shard does not cast it",
-                    hint=f'fp32=("{owner}", ...): compute it in float32; or untie it',
-                )
-
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of forward and loss."""
         if not self.uses_autocast:
