@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from slapo_core import BuildError
-from slapo_runtime.correspondence.storage import is_distributed
 from slapo_torch.fully_shard import FullyShard, has_forward, repeated_blocks, shared_names, tie
 from slapo_torch.private import tree_map_only
 
