@@ -237,6 +237,7 @@ class ModelPrecision:
     def __init__(self, schedule: Schedule, options: Mapping[str, Any], device: torch.device) -> None:
         self.preset = PRESETS.get(options["precision"])
         self._model, self.device = schedule.model, device
+        self._elsewhere: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] | None = None
         self.islands = islands_of(schedule.model, options["fp32"]) if self.preset is not None else ()
         self.uses_autocast = self.is_mixed and options["data_parallel"] == "ddp"
 
@@ -315,16 +316,17 @@ class ModelPrecision:
     @contextlib.contextmanager
     def placeholders(self) -> Iterator[None]:
         """Give the placeholders of other pipeline ranks' parameters the types in which those compute."""
-        there: list[tuple[nn.Parameter, torch.Tensor]] = []
-        for name, parameter in self._model.named_parameters() if self.gathers else ():
-            if parameter.is_meta and _is_cast(parameter):
-                there.append((parameter, parameter.data))
-                parameter.data = parameter.data.to(self.computed(name))
+        if self._elsewhere is None:
+            named = self._model.named_parameters() if self.gathers else ()
+            there = [(self.computed(name), one) for name, one in named if one.is_meta and _is_cast(one)]
+            self._elsewhere = [(one, one.data, one.data.to(dtype)) for dtype, one in there]
+        for parameter, _, lower in self._elsewhere:
+            parameter.data = lower
         try:
             yield
         finally:
-            for parameter, data in there:
-                parameter.data = data
+            for parameter, stored, _ in self._elsewhere:
+                parameter.data = stored
 
 
 def _is_cast(tensor: torch.Tensor) -> bool:

@@ -434,8 +434,8 @@ def test_a_skipped_first_step_leaves_the_check_for_the_next() -> None:
 # -- ranks --------------------------------------------------------------------------------------------------------
 
 
-def scheduled(mesh: dict[str, int], *, blocks: int = 2) -> slapo.Schedule:
-    sch = slapo.create_schedule(make_model(blocks), mesh=mesh, example_inputs=make_batches()[0])
+def scheduled(mesh: dict[str, int], *, is_tied: bool = False) -> slapo.Schedule:
+    sch = slapo.create_schedule(make_model(is_tied=is_tied), mesh=mesh, example_inputs=make_batches()[0])
     if mesh.get("tp", 1) > 1:
         for block in sch["blocks.*"]:
             block["up"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
@@ -445,8 +445,10 @@ def scheduled(mesh: dict[str, int], *, blocks: int = 2) -> slapo.Schedule:
     return sch
 
 
-def train(mesh: dict[str, int], **options: Any) -> tuple[Any, list[float], dict[str, torch.Tensor]]:
-    sch = scheduled(mesh)
+def train(
+    mesh: dict[str, int], *, is_tied: bool = False, **options: Any
+) -> tuple[Any, list[float], dict[str, torch.Tensor]]:
+    sch = scheduled(mesh, is_tied=is_tied)
     engine = slapo.build(sch, optimizer=adamw, max_grad_norm=1.0, **options)
     dp = sch.mesh.size("dp")
     losses = []
@@ -496,6 +498,11 @@ def layouts() -> dict[str, tuple[list[float], dict[str, set[str]]]]:
         engine, losses, state = train(mesh, precision="bf16-mixed", fp32=ISLANDS, **options)
         assert {one.dtype for one in state.values()} == {FP32}, name
         found[name] = losses, seen(engine)
+    engine, losses, state = train({"pp": 2}, is_tied=True, precision="bf16-mixed", fp32=("norm",), data_parallel="fsdp")
+    assert torch.equal(state["head.weight"], state["embed.weight"])
+    alone = build(make_model(is_tied=True), precision="bf16-mixed", fp32=("norm",))
+    assert losses == pytest.approx([float(alone.train_step(batch).loss) for batch in make_batches()], rel=0.02)
+    assert seen(engine)["weights in the forward"] == ({"bfloat16"} if engine._rank == 0 else {"bfloat16", "float32"})
     engine, losses, state = train({"pp": 2}, precision="bf16", fp32=ISLANDS)
     assert state["head.weight"].dtype == FP32
     assert state["blocks.0.up.weight"].dtype == BF16
