@@ -81,8 +81,10 @@ class StatefulEngine:
             BuildError: the optimizer holds a value that a checkpoint cannot store, or writing failed, on every rank;
                 earlier checkpoints are intact.
         """
+        state = self._state
+        state.saving.steps = self.steps
         optimizer, runtime = self._kept_optimizer(), self._runtime_state()
-        return self._state.save(directory, optimizer=optimizer, runtime=runtime, keep=keep, asynchronous=asynchronous)
+        return state.save(directory, optimizer=optimizer, runtime=runtime, keep=keep, asynchronous=asynchronous)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Load a checkpoint of this or any other schedule, target and number of ranks: a collective.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import slapo_core as slapo
-from slapo_runtime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, read_header
+from slapo_runtime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, SafetensorsWriter, read_header
 from slapo_testing import preload_modules, run_ranks
 
 preload_modules("transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "slapo_tp")
@@ -125,3 +127,39 @@ def test_all_ranks_write_the_reference_models_weights(
     check_pretrained(tmp_path, LlamaForCausalLM, state)
     engine = slapo.build(slapo.create_schedule(llama()), weights=tmp_path)
     assert all(torch.equal(value, state[name]) for name, value in engine.state_dict().items())
+
+
+def fail_on_the_second_rank(directory: str) -> str:
+    engine = slapo.build(sharded({"tp": 2}))
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(SafetensorsWriter, "write", raise_full)
+        with pytest.raises(slapo.BuildError) as caught:
+            engine.export(directory)  # type: ignore[attr-defined]
+    return str(caught.value)
+
+
+def raise_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.ranks
+def test_an_error_of_one_rank_is_raised_on_all_and_leaves_former_files(tmp_path: Path) -> None:
+    slapo.build(slapo.create_schedule(llama())).export(tmp_path)  # type: ignore[attr-defined]
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    messages = run_ranks(fail_on_the_second_rank, str(tmp_path), world_size=2)
+    assert all("No space left on device" in message for message in messages)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_an_interrupted_export_is_not_taken_for_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = slapo.build(slapo.create_schedule(llama()))
+    engine.export(tmp_path, max_shard_size=4000)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", raise_full)  # in the middle of coming into their places
+        with pytest.raises(slapo.BuildError):
+            engine.export(tmp_path, max_shard_size=4000)
+    with pytest.raises(slapo.WeightsError):
+        slapo.build(slapo.create_schedule(llama()), weights=tmp_path)
+    engine.export(tmp_path)
+    assert slapo.build(slapo.create_schedule(llama()), weights=tmp_path)

@@ -21,6 +21,7 @@ from slapo_runtime.weights.safetensors_files import (
     INDEX_FILE,
     SafetensorsWriter,
     bytes_of,
+    divide,
     file_names,
     write_index,
 )
@@ -48,7 +49,8 @@ class _Tensor:
 
     @property
     def size(self) -> int:
-        return bytes_of(self.dtype, self.shape)
+        """The bytes of all copies."""
+        return bytes_of(self.dtype, self.shape) * len(self.keys)
 
 
 @dataclass
@@ -70,7 +72,7 @@ class _Part:
 
     @property
     def size(self) -> int:
-        return sum(one.size * len(one.keys) for one in self.tensors)
+        return sum(one.size for one in self.tensors)
 
 
 _Place = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the full tensor, extent
@@ -198,14 +200,8 @@ class _Export:
         """Divide the tensors of each rank into files: rank, name and tensors of each."""
         found: list[tuple[int, list[_Tensor]]] = []
         for rank in range(self.world.size):
-            size, tensors = 0, [one for parts in rounds for part in parts if part.owner == rank for one in part.tensors]
-            for number, one in enumerate(tensors):
-                bytes_ = one.size * len(one.keys)
-                if number == 0 or size + bytes_ > self.limit:
-                    found.append((rank, []))
-                    size = 0
-                found[-1][1].append(one)
-                size += bytes_
+            own = [one for parts in rounds for part in parts if part.owner == rank for one in part.tensors]
+            found += [(rank, tensors) for tensors in divide([(one, one.size) for one in own], self.limit) if tensors]
         found = found or [(0, [])]
         return [(rank, name, own) for (rank, own), name in zip(found, file_names(len(found)), strict=True)]
 
@@ -307,7 +303,7 @@ class _Export:
         dtype = self.dtype or next((one.dtype for one in specs if one.is_parameter), torch.float32)
         write_configurations(self.state.correspondence.tree.root, place, dtype=dtype)
         if len(files) > 1:
-            total = sum(one.size * len(one.keys) for _, _, tensors in files for one in tensors)
+            total = sum(one.size for _, _, tensors in files for one in tensors)
             write_index(place, total, {key: name for _, name, tensors in files for one in tensors for key in one.keys})
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from slapo_core.errors import warn_user
 from slapo_runtime.sizes import parse_bytes
-from slapo_runtime.weights.safetensors_files import INDEX_FILE, file_names, write_index
+from slapo_runtime.weights.safetensors_files import INDEX_FILE, divide, file_names, write_index
 
 MANIFEST = "checkpoint.json"
 COMPLETE = ".checkpoint-complete"
@@ -219,37 +219,23 @@ def export_plain(
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     limit = None if max_shard_size is None else parse_bytes(max_shard_size, name="max_shard_size")
-    shards = _shards(weights, limit)
+    shards = divide([(name, tensor.nbytes) for name, tensor in weights.items()], limit)
     names = file_names(len(shards))
     for name, shard in zip(names, shards, strict=True):
         save_file({key: weights[key].clone() for key in shard}, path / name, metadata={"format": "pt"})
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in weights.values())
         write_index(path, total, {key: name for name, shard in zip(names, shards, strict=True) for key in shard})
-    for name in stale_weights(path, keep=names):
+    for name in stale_weights(path, keep=[*names, INDEX_FILE] if len(names) > 1 else names):
         (path / name).unlink()
 
 
 def stale_weights(directory: Path, *, keep: Sequence[str]) -> list[str]:
-    """List the index and files of weights in a directory that are of another export.
+    """List files of weights of an earlier export, the index first.
 
     Args:
-        directory: that may not exist.
-        keep: the names of the new files.
+        directory: may not exist.
+        keep: names of new files.
     """
-    own = {*keep, INDEX_FILE} if len(keep) > 1 else set(keep)
-    found = [file.name for file in directory.glob("model*.safetensors*")]
-    return sorted((name for name in found if name not in own and _WEIGHTS.fullmatch(name)), reverse=True)
-
-
-def _shards(weights: Mapping[str, torch.Tensor], limit: int | None) -> list[list[str]]:
-    """Divide the names into files below the limit, with at least one tensor each."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in weights.items():
-        if limit is not None and shards[-1] and size + tensor.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensor.nbytes
-    return shards
+    found = {file.name for file in directory.glob("model*.safetensors*")} - set(keep)
+    return sorted(filter(_WEIGHTS.fullmatch, found), reverse=True)

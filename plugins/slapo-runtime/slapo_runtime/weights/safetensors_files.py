@@ -8,11 +8,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from slapo_core.errors import WeightsError
+
+T = TypeVar("T")
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -137,6 +139,19 @@ def headers_of(files: Mapping[Path, set[str] | None]) -> Iterator[tuple[Path, di
         yield file, found if names is None else {name: found[name] for name in found if name in names}
     if wrong:
         raise WeightsError("\n".join(one.message for one in wrong), hint=wrong[0].hint)
+
+
+def divide(sizes: Iterable[tuple[T, int]], limit: int | None) -> list[list[T]]:
+    """Divide tensors with sizes in bytes into files up to a limit, with at least one tensor each."""
+    files: list[list[T]] = [[]]
+    total = 0
+    for one, size in sizes:
+        if limit is not None and files[-1] and total + size > limit:
+            files.append([])
+            total = 0
+        files[-1].append(one)
+        total += size
+    return files
 
 
 def file_names(count: int) -> list[str]:

@@ -82,6 +82,10 @@ class WeightsSource(ABC):
         shard = self.read(name, layout, mesh)
         return (shard if window is None else window.of(shard).clone()).to(dtype)
 
+    def read_full(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Read a full tensor in a type, into the memory of the CPU."""
+        return self.read_as(name, Layout(name, tuple(self.shapes()[name])), None, dtype).to("cpu")
+
     def read_like(self, name: str, layout: Layout, mesh: Mesh | None, like: torch.Tensor | None) -> torch.Tensor:
         """Read as :meth:`read`; of a DTensor ``like``, this rank's rows may be enough, as a DTensor."""
         return self.read(name, layout, mesh)
@@ -144,11 +148,11 @@ class SafetensorsSource(WeightsSource):
         self._path = self.directory = path
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
-        description = _description_of(path)
+        description = description_of(path)
         self.extra = unpacked(description.get("extra", {}))
         self.buffers = description.get("buffers", {})
         self._stored: dict[str, StoredTensor] = {}
-        for file, tensors in headers_of(self._find(path)):
+        for file, tensors in headers_of(self.find(path)):
             handle = self._open(file)
             for name, stored in sorted(tensors.items()):
                 if is_extra(name):
@@ -198,8 +202,12 @@ class SafetensorsSource(WeightsSource):
         return self._files[file]
 
     @staticmethod
-    def _find(path: Path) -> dict[Path, set[str] | None]:
-        """Return the files to read, each with its names; None takes all."""
+    def find(path: Path) -> dict[Path, set[str] | None]:
+        """Return the files to read, each with its names; None takes all.
+
+        Raises:
+            WeightsError: there are none, or several without an index, or the index is damaged.
+        """
         if path.is_file():
             return {path: None}
         if not path.is_dir():
@@ -250,7 +258,7 @@ class Wider(WeightsSource):
         return self._source.read(name, layout, mesh)
 
 
-def _description_of(directory: Path) -> dict[str, Any]:
+def description_of(directory: Path) -> dict[str, Any]:
     """Return the description of an engine's checkpoint; empty for other directories and for files."""
     file = located(directory, MANIFEST, last=MANIFEST)
     if not file.is_file():
@@ -303,8 +311,7 @@ def check_names(survey: Survey, source: WeightsSource) -> dict[str, str]:
 
 def read_tensor(source: WeightsSource, name: str, spec: TensorSpec, *, wider: bool = False) -> torch.Tensor:
     """Read a full tensor in the model's type; ``wider`` keeps a wider type."""
-    layout = Layout(spec.name, spec.shape)
     if not wider:
-        return source.read_as(name, layout, None, spec.dtype).to("cpu")
-    value = source.read(name, layout, None)
+        return source.read_full(name, spec.dtype)
+    value = source.read(name, Layout(spec.name, spec.shape), None)
     return value.to("cpu", torch.promote_types(value.dtype, spec.dtype))
