@@ -110,7 +110,7 @@ class TorchEngine(StatefulEngine):
         self._sharded: ShardedData | None = None
         self._frozen: tuple[nn.Parameter, ...] = ()  # parameters that DistributedDataParallel never averages
         is_sharded = plan.config["data_parallel"] == "fsdp" and data_ranks(context.schedule.mesh) > 1
-        self.optimizer = context.make_optimizer(partitioned=is_sharded)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded, gathers=True)
         if is_sharded:
             self._shard()
         self.lr_scheduler = context.make_lr_scheduler(self.optimizer)

@@ -162,7 +162,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
         self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
         self._part: nn.Module | None = None
         is_sharded = plan.config["data_parallel"] == "fsdp" and data_ranks(mesh) > 1
-        self.optimizer = context.make_optimizer(partitioned=is_sharded)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded, gathers=True)
         self._sharded = self._shard() if is_sharded else None
         self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
         here = [live for live in self._state.tensors() if live.is_local]
