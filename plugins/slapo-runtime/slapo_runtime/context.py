@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import BuildError, warn_user
+from slapo_core.internals import Internals
 from slapo_runtime.batches import (
     ForwardSignature,
     bound_batch,
@@ -19,6 +20,7 @@ from slapo_runtime.batches import (
     micro_batches,
     switch_to_training,
 )
+from slapo_runtime.full_matrix import FullMatrixSteps
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.losses import LossCall, LossWeights, Scales, require_items_read, trained
 from slapo_runtime.private import tree_map_only
@@ -179,7 +181,7 @@ class BuildContext:
                 self._values.cast(live, wanted)
 
     def make_optimizer(
-        self, *, partitioned: bool = False, has_main_weights: bool = False
+        self, *, partitioned: bool = False, has_main_weights: bool = False, gathers: bool = False
     ) -> torch.optim.Optimizer | None:
         """Call the user's factory with this rank's parameters, and check the optimizer.
 
@@ -189,6 +191,9 @@ class BuildContext:
             partitioned: whether the runtime gives the optimizer shards of parameters, besides the schedule's shards.
             has_main_weights: whether the optimizer steps copies of the parameters in float32. Without, a warning names
                 parameters in a 16-bit type that would lose its updates.
+            gathers: whether an optimizer of full matrices (Adafactor, Muon) gathers split parameters in its ``step()``.
+                The runtime then calls ``step()`` on every rank, leaves gradients in ``grad``, and may put DTensors of
+                torch's ``fully_shard`` into the groups before the first step.
 
         Returns:
             None if the user gave no factory: the engine then only evaluates.
@@ -212,6 +217,8 @@ class BuildContext:
                 self.state.sharded_axes(partitioned=partitioned),
                 is_part=self.placement is not None,
                 elementwise=self._arguments.elementwise,
+                by_parameter=self._is_by_parameter,
+                gathers=functools.partial(FullMatrixSteps, state=self.state) if gathers else None,
             )
             if optimizer is not None:
                 self._first.end_with(optimizer)
@@ -220,6 +227,11 @@ class BuildContext:
         if self.placement is not None and optimizer is not None:
             same_groups(self._mesh, optimizer)
         return optimizer
+
+    def _is_by_parameter(self, kind: type) -> bool:
+        """Ask the plugins whether an optimizer's update of a parameter depends on that full parameter alone."""
+        answer = Internals(self.schedule).hooks.single("slapo_full_matrix", optimizer=kind)
+        return answer is not None and bool(answer[1])
 
     def parameter_groups(self) -> list[dict[str, Any]] | None:
         """Return the user's groups of this rank's parameters, for a runtime that makes an optimizer of its own.

@@ -133,7 +133,7 @@ class TorchEngine(PreciseEngine):
         replicas = data_ranks(context.schedule.mesh)
         is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
         materialize(context, by_rows=is_sharded and replicas > 1)
-        self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1, gathers=True)
         if is_sharded:
             self._shard()
         else:

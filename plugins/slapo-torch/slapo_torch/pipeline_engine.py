@@ -172,7 +172,7 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         replicas = data_ranks(mesh)
         is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
         materialize(context)
-        self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1, gathers=True)
         self._sharded: ShardedStages | None = None
         if is_sharded:
             self._sharded = self._shard()

@@ -46,6 +46,8 @@ def make_optimizer(
     *,
     is_part: bool = False,
     elementwise: bool = False,
+    by_parameter: Callable[[type], bool] = lambda kind: False,
+    gathers: Callable[[torch.optim.Optimizer], object] | None = None,
 ) -> torch.optim.Optimizer | None:
     """Call the factory with the engine's parameters, and check its optimizer.
 
@@ -57,6 +59,8 @@ def make_optimizer(
         is_part: whether other ranks train other parameters of the same model. A rank without parameters gets an
             optimizer with the factory's groups, all empty.
         elementwise: whether the user declares the optimizer element-wise.
+        by_parameter: whether a plugin declares that the update of a parameter depends on that full parameter alone.
+        gathers: makes the steps of such an optimizer gather split parameters; None if the runtime cannot do so.
 
     Raises:
         OptimizerError: the factory made something else, or an optimizer whose ``step`` requires a closure, that omits
@@ -94,7 +98,7 @@ def make_optimizer(
             hint="give it all parameters of the factory's list, or freeze the others by requires_grad=False",
         )
     if not elementwise:
-        _require_elementwise(optimizer, parameters, split, is_part=is_part)
+        _require_elementwise(optimizer, parameters, split, is_part=is_part, by_parameter=by_parameter, gathers=gathers)
     return optimizer
 
 
@@ -210,8 +214,10 @@ def _require_elementwise(
     split: Mapping[int, Sequence[int]],
     *,
     is_part: bool,
+    by_parameter: Callable[[type], bool],
+    gathers: Callable[[torch.optim.Optimizer], object] | None,
 ) -> None:
-    """Refuse an optimizer that is not element-wise for sharded parameters."""
+    """Refuse an optimizer that is not element-wise for sharded parameters, or let it gather them."""
     kind, package = type(optimizer), type(optimizer).__module__.partition(".")[0]
     if kind.__name__ in ELEMENTWISE.get(package, ()):
         return
@@ -219,9 +225,15 @@ def _require_elementwise(
     name = next(
         (name for name, parameter in parameters.items() if id(parameter) in held and id(parameter) in split), None
     )
+    if name is None and not is_part:
+        return
+    is_by_parameter = kind.__name__ in BY_PARAMETER.get(package, ()) or by_parameter(kind)
+    if name is not None and is_by_parameter and gathers is not None:
+        gathers(optimizer)
+        return
     if name is not None:
         where, instead = f"'{name}' is split over ranks, and each updates its shard alone", 'mesh={"dp": ...}'
-    elif is_part and kind.__name__ not in BY_PARAMETER.get(package, ()):
+    elif not is_by_parameter:
         where, instead = "each pipeline stage updates its own parameters alone", "a mesh without 'pp'"
     else:
         return
