@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
 from slapo_torch.fully_shard import FullyShard, is_reshard, marked_units, repeated_blocks, shared_names, tie, units_of
-from slapo_torch.precision import OPTIONS as OF_PRECISION
-from slapo_torch.precision import PRESETS, with_islands
+from slapo_torch.precision import OPTIONS as OF_PRECISION, PRESETS, with_islands
 from slapo_torch.private import has_gradient_hooks
 
 if TYPE_CHECKING:
@@ -83,11 +82,6 @@ def _check_mesh(mesh: Mesh) -> None:
             "sharded",
             hint=f'mesh={{"dp": {data_ranks(mesh)}}}',
         )
-    if mesh.size("dp_replicate") > 1 and mesh.size("pp") > 1:
-        raise BuildError(
-            f"the mesh {mesh} has several ranks along both 'dp_replicate' and 'pp': stages are sharded over 'dp' only",
-            hint=f'mesh={{"pp": {mesh.size("pp")}, "dp": {data_ranks(mesh)}, ...}}',
-        )
     dims = list(mesh.sizes)
     if mesh.size("dp_replicate") > 1 and dims.index("dp_replicate") > dims.index("dp"):
         raise BuildError(
@@ -135,7 +129,6 @@ def data_steps(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
         over += f", replicated over 'dp_replicate' ({mesh.size('dp_replicate')})"
     if is_cut:
         yield f"{over}: the modules that each stage calls, gathered once and their gradients reduced once in a step"
-        yield "parameters of modules above the cuts, and parameters tied across stages, stay full on each replica"
         return
     units = units_of(schedule, reshard_after_forward=options["reshard_after_forward"])
     units = with_islands(schedule, units, options)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_runtime.context import BuildContext
     from slapo_runtime.state import ModelState
+    from slapo_torch.precision import ModelPrecision
     from slapo_torch.sharded_data import ShardedData
 
 
@@ -33,14 +34,21 @@ class TorchRuntime:
 
         for number, inputs in enumerate(micro_batches, start=1):
             with engine.torch.no_sync() if number < len(micro_batches) else contextlib.nullcontext():
-                (engine.torch.module(**inputs).loss / len(micro_batches)).backward()
+                with engine.torch.lowered():
+                    loss = engine.torch.module(**inputs).loss / len(micro_batches)
+                loss.backward()
         engine.torch.clip_gradients()
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
+    With ``precision="fp16-mixed"`` use ``engine.scaler`` as torch's: ``engine.scaler.scale(loss).backward()``; before
+    clipping ``engine.scaler.unscale_(engine.optimizer)``, a collective; then its ``step(engine.optimizer)`` and
+    ``update()``.
+
     Args:
         module: see below.
         context: from ``build``.
+        precision: of the model.
         sharded: the model's shards under ``fully_shard``; None without.
 
     Attributes:
@@ -48,8 +56,14 @@ class TorchRuntime:
             several replicas (``dp``), else ``engine.module`` itself, whose gradients are of this rank's samples alone.
     """
 
-    def __init__(self, module: nn.Module, context: BuildContext, sharded: ShardedData | None = None) -> None:
-        self.module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        context: BuildContext,
+        precision: ModelPrecision,
+        sharded: ShardedData | None = None,
+    ) -> None:
+        self.module, self._precision = module, precision
         self._context, self._sharded = context, sharded
         self._handles: list[Any] = []
         self._is_averaged = False
@@ -65,6 +79,10 @@ class TorchRuntime:
         if isinstance(self.module, DistributedDataParallel):
             return self.module.no_sync()  # type: ignore[no-any-return]
         return contextlib.nullcontext()
+
+    def lowered(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute forward and loss in the precision: torch.autocast, where the model does not cast itself."""
+        return self._precision.forward()
 
     def clip_gradients(self) -> torch.Tensor | None:
         """Clip all gradients: a collective; return the norm before, or None."""
@@ -121,7 +139,7 @@ class TorchEngine(PreciseEngine):
             self._precision.install()
         self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
         module = self._module if is_sharded else self._replicated()
-        self._runtime: TorchRuntime | None = TorchRuntime(module, context, self._sharded)
+        self._runtime: TorchRuntime | None = TorchRuntime(module, context, self._precision, self._sharded)
         self._runtime.watch(self.optimizer)
 
     def _replicated(self) -> nn.Module:

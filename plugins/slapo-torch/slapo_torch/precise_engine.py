@@ -39,14 +39,13 @@ class PreciseEngine(StatefulEngine):
         """Cast the parameters, before the optimizer is made."""
         here = (live.tensor.device for live in context.state.tensors() if live.is_local)
         device = context.device or next(here, torch.device("cpu"))
-        model = context.schedule.model
         self._precision = ModelPrecision(context.schedule, plan.config, device)
         self._precision.store(context)
         preset = self._precision.preset
         if preset is None:
             return
         self.precision = EnginePrecision(preset.name, self._precision.islands)
-        self._first = FirstStep(model, self._precision)
+        self._first = FirstStep(context.schedule, self._precision)
         if preset.scales_loss:
             self.scaler = MeshGradScaler(device, context.schedule.mesh)
 

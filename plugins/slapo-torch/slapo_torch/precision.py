@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from slapo_core import BuildError
-from slapo_runtime.correspondence.storage import is_distributed
 from slapo_torch.fully_shard import FullyShard, has_forward, repeated_blocks, shared_names, tie
 from slapo_torch.private import tree_map_only
 
@@ -86,9 +85,7 @@ def checked_precision(schedule: Schedule, config: Mapping[str, Any], parallel: s
         known = ", ".join(map(repr, PRESETS))
         raise BuildError(f"precision must be one of {known} (got {name!r})", hint=f'precision="{near[0]}"')
     if not isinstance(patterns, Sequence) or not all(isinstance(one, str) for one in patterns):
-        raise BuildError(
-            f"fp32 must be patterns of module names (got {patterns!r})", hint='fp32=("*norm*", "lm_head")'
-        )
+        raise BuildError(f"fp32 must be patterns of module names (got {patterns!r})", hint='fp32=("*norm*", "lm_head")')
     preset = PRESETS[name] if name is not None else None
     if patterns and (preset is None or preset.compute == torch.float32):
         raise BuildError(
@@ -105,8 +102,10 @@ def checked_precision(schedule: Schedule, config: Mapping[str, Any], parallel: s
             "not: the types of P2P messages would differ between ranks",
             hint=f'precision="{name}", data_parallel="fsdp"',
         )
-    if pp == 1 and (parallel == "fsdp" or not preset.is_mixed):
+    if parallel == "fsdp" or not preset.is_mixed:
         _refuse_ties(schedule.model, islands, parallel)
+    if pp == 1 and parallel == "fsdp":
+        _refuse_traced(schedule, islands)
     return {"precision": name, "fp32": tuple(patterns)}
 
 
@@ -146,13 +145,14 @@ def _called(path: str, module: nn.Module) -> Iterator[str]:
 
 
 def _no_module(model: nn.Module, pattern: str) -> BuildError:
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters() if fnmatchcase(name, pattern)]
-    names = list(dict.fromkeys(path.rpartition(".")[2] for path, _ in model.named_modules() if path))
+    paths, above = [path for path, _ in model.named_modules()], pattern.rpartition(".")[0]
+    is_parameter = any(fnmatchcase(name, pattern) for name, _ in model.named_parameters())
+    names = list(dict.fromkeys(path.rpartition(".")[2] for path in paths if path))
     core = pattern.strip("*").rpartition(".")[2] or pattern
     near = difflib.get_close_matches(core, [name for name in names if not name.isdigit()], 1, 0.4)
     hint = None
-    if owners:
-        hint = f'fp32=("{owners[0]}",): modules, not parameters'
+    if is_parameter and any(fnmatchcase(path, above) for path in paths if path):
+        hint = f'fp32=("{above}",): modules, not parameters'
     elif near:
         hint = f'fp32=("*{near[0]}",)'
     return BuildError(f"fp32={pattern!r} matches no module of {type(model).__name__}", hint=hint)
@@ -168,6 +168,19 @@ def _refuse_ties(model: nn.Module, islands: Sequence[str], parallel: str) -> Non
             raise BuildError(
                 f"'{path}' cannot compute in float32: '{names[0]}' is '{names[1]}', too, and {why}",
                 hint=f"leave '{path}' out of fp32, or untie it (tie_word_embeddings=False)",
+            )
+
+
+def _refuse_traced(schedule: Schedule, islands: Sequence[str]) -> None:
+    """Refuse a unit of ``fully_shard`` within a traced module, whose graph would record the unit's gathering."""
+    traced = [one.path for one in schedule.records if one.primitive.name == "graph.trace"]
+    for path in islands:
+        outer = next((one for one in traced if one != path and (not one or is_within(path, (one,)))), None)
+        if outer is not None:
+            raise BuildError(
+                f"'{path}' cannot compute in float32 under fully_shard: it would be a unit within the traced module "
+                f"'{outer}'",
+                hint=f"leave '{path}' out of fp32, trace narrower nodes, or data_parallel=\"ddp\"",
             )
 
 
@@ -292,22 +305,6 @@ class ModelPrecision:
         """Cast them to the type of the parameters, for a forward without casts."""
         return inputs if self.preset is None else cast(inputs, self.preset.storage)  # type: ignore[no-any-return]
 
-    def refuse_full(self) -> None:
-        """Refuse parameters of this pipeline rank that stay full, and so in float32.
-
-        Raises:
-            BuildError: such a parameter, outside of the modules that compute in float32.
-        """
-        for name, parameter in self._model.named_parameters(remove_duplicate=False) if self.gathers else ():
-            is_full = not parameter.is_meta and not is_distributed(parameter) and _is_cast(parameter)
-            if is_full and not is_within(name, self.islands):
-                owner = name.rpartition(".")[0]
-                raise BuildError(
-                    f"'{name}' stays full in a pipeline (it is tied across stages, or belongs to a module above the "
-                    f"cuts), so that fully_shard does not cast it",
-                    hint=f'fp32=("{owner}", ...): compute it in float32; or untie it',
-                )
-
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of forward and loss."""
         if not self.uses_autocast:
@@ -362,23 +359,23 @@ class Float32:
 
     def __init__(self, device: str, returns: torch.dtype | None, default: torch.dtype | None) -> None:
         self._device, self._returns, self._default = device, returns, default
-        self._calls: list[tuple[torch.dtype | None, Any]] = []
+        self._calls: list[tuple[torch.dtype | None, bool]] = []  # the type to return, and whether autocast was on
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         found: list[torch.dtype] = []
         tree_map_only(
             torch.Tensor, lambda one: found.append(one.dtype) if one.is_floating_point() else None, (args, kwargs)
         )
-        off = torch.autocast(self._device, enabled=False) if torch.is_autocast_enabled(self._device) else None
-        if off is not None:
-            off.__enter__()
-        self._calls.append((self._returns or (found[0] if found else self._default), off))
+        is_on = torch.is_autocast_enabled(self._device)
+        if is_on:
+            torch.set_autocast_enabled(self._device, False)
+        self._calls.append((self._returns or (found[0] if found else self._default), is_on))
         return cast(args, torch.float32), cast(kwargs, torch.float32)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._calls:  # another hook failed before
             return output
-        returns, off = self._calls.pop()
-        if off is not None:
-            off.__exit__(None, None, None)
+        returns, was_on = self._calls.pop()
+        if was_on:
+            torch.set_autocast_enabled(self._device, True)
         return output if returns is None else cast(output, returns)

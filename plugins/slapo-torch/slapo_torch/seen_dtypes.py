@@ -14,6 +14,9 @@ from slapo_core import BuildError
 from slapo_torch.precision import ModelPrecision, dtype_name, is_within
 from slapo_torch.private import is_compiled, reduce_dtypes, tree_map_only
 
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+
 
 @dataclass(frozen=True)
 class SeenDtypes:
@@ -53,7 +56,8 @@ class EnginePrecision:
         return "\n".join(lines + [f"  {row}" for row in self.seen or ("not seen before the first training step",)])
 
 
-STORAGE, WEIGHTS, PRODUCTS, OTHERS = "parameters", "weights in the forward", "matrix products", "other outputs"
+STORAGE, WEIGHTS, INPUTS = "parameters", "weights in the forward", "inputs of products"
+PRODUCTS, OTHERS = "matrix products", "other outputs"
 ISLANDS, REDUCTION, GRADIENTS = "float32 modules", "reduction", "gradients"
 MOMENTS, OTHER_STATE, BUFFERS = "moments", "other optimizer state", "buffers"
 
@@ -73,12 +77,14 @@ class FirstStep:
     none, because hooks would compile them again.
 
     Args:
-        model: the scheduled model.
+        schedule: of the build.
         precision: what was promised.
     """
 
-    def __init__(self, model: nn.Module, precision: ModelPrecision) -> None:
+    def __init__(self, schedule: Schedule, precision: ModelPrecision) -> None:
+        model = schedule.model
         self._model, self._precision = model, precision
+        self._compiled = [one.path for one in schedule.records if one.primitive.name in _COMPILES]
         self._buffers = {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.is_floating_point()}
         self._rows: dict[str, _Row] = {}
         self._wrong: list[str] = []
@@ -88,13 +94,13 @@ class FirstStep:
         """Start to note the types of a step."""
         self.end()
         self._rows, self._wrong = {}, []
-        compiled = [path for path, module in self._model.named_modules() if is_compiled(module)]
+        compiled = self._compiled + [path for path, module in self._model.named_modules() if is_compiled(module)]
         for path, module in self._model.named_modules():
             if is_within(path, compiled) or "" in compiled:
                 continue
             is_island, has_matrix = path in self._precision.islands, _has_matrix(module)
-            if is_island:
-                self._handles.append(module.register_forward_pre_hook(self._island(path), with_kwargs=True))
+            if is_island or (isinstance(module, _PRODUCTS) and not self._precision.uses_autocast):
+                self._handles.append(module.register_forward_pre_hook(self._inputs(path), with_kwargs=True))
             if is_island or has_matrix:
                 self._handles.append(module.register_forward_pre_hook(self._weights(path)))
             if has_matrix:
@@ -142,8 +148,8 @@ class FirstStep:
         names = self._check_storage()
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         for parameter, state in optimizer.state.items():
-            name = names.get(id(parameter))
-            for key, value in state.items() if name is not None else ():
+            name = names.get(id(parameter), "")
+            for key, value in state.items() if name else ():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
                     what = f"'{key}' of '{name}'"
                     if is_torchs:
@@ -222,20 +228,24 @@ class FirstStep:
 
         return note
 
-    def _island(self, path: str) -> Any:
+    def _inputs(self, path: str) -> Any:
+        is_island, promised = is_within(path, self._precision.islands), self._precision.computed(path)
+        what = ISLANDS if is_island else INPUTS
+
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             def see(tensor: torch.Tensor) -> None:
                 if tensor.is_floating_point() and not _is_fake(tensor):
-                    self._see(ISLANDS, f"an input of '{path}'", tensor.dtype, torch.float32)
+                    self._see(what, f"an input of '{path}'", tensor.dtype, promised)
 
             tree_map_only(torch.Tensor, see, (args, kwargs))
             kind = self._precision.device.type
-            if torch.is_autocast_enabled(kind):
-                self._see(ISLANDS, f"autocast in '{path}'", torch.get_autocast_dtype(kind), torch.float32)
+            if is_island and torch.is_autocast_enabled(kind):
+                self._see(ISLANDS, f"autocast in '{path}'", torch.get_autocast_dtype(kind), promised)
 
         return note
 
 
+_COMPILES = ("fusion.compile", "fusion.cudagraphify")
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # in the lower type under autocast
 
 

@@ -20,7 +20,7 @@ from slapo_runtime.correspondence.storage import sharded_over
 from slapo_runtime.state import live_state
 from slapo_torch.data_options import check_shards, data_ranks
 from slapo_torch.fully_shard import FullyShard, units_of
-from slapo_torch.private import reduce_accumulated
+from slapo_torch.private import begin, reduce_accumulated
 
 if TYPE_CHECKING:
     from slapo_core import Mesh
@@ -108,17 +108,27 @@ class ShardedModel:
         model: parameters of units become DTensors in its place.
         units: the options of each, by path.
         mesh: of the ranks that share parameters.
+        root: a module above the model, whose unit holds what is left; None: the model is a unit itself.
         policy: the MixedPrecisionPolicy of the unit at a path; None for the default of torch.
     """
 
     def __init__(
-        self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, policy: Policy | None = None
+        self,
+        model: nn.Module,
+        units: Mapping[str, FullyShard],
+        mesh: DeviceMesh,
+        *,
+        root: nn.Module | None = None,
+        policy: Policy | None = None,
     ) -> None:
+        types = policy or (lambda path: fsdp.MixedPrecisionPolicy())
         full = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
         for path in sorted(units, key=lambda path: -path.count(".") - bool(path)):  # inner ones first, the root last
-            types = fsdp.MixedPrecisionPolicy() if policy is None else policy(path)
-            _shard(model.get_submodule(path), mesh, units[path], types)
-        self._units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+            _shard(model.get_submodule(path), mesh, units[path], types(path))
+        if root is not None:
+            _shard(root, mesh, FullyShard(False), types(""))
+        above = model if root is None else root
+        self._units: list[Any] = [module for module in above.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             unit.set_force_sum_reduction_for_comms(True)  # gloo of some torch sums where it is to average
         shards = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
@@ -222,18 +232,36 @@ def _parameters(module: Any) -> Iterable[nn.Parameter]:
 
 def _shard(module: nn.Module, mesh: DeviceMesh, unit: FullyShard, types: fsdp.MixedPrecisionPolicy) -> None:
     offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if unit.offload else fsdp.OffloadPolicy()
-    reshard = unit.reshard_after_forward
-    fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=types, offload_policy=offload)
+    elsewhere = {parameter for parameter in module.parameters() if parameter.is_meta}
+    fsdp.fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=types,
+        offload_policy=offload,
+        ignored_params=elsewhere,
+    )
+
+
+class _Root(nn.Module):
+    """The root of a rank's units, in place of a model whose forward is spread over stages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> None:
+        raise NotImplementedError("stages run the forward of the model")
 
 
 class ShardedStages(ShardedModel):
-    """The modules of a rank's pipeline stages under torch's ``fully_shard``.
+    """The parameters of a rank's pipeline stages under torch's ``fully_shard``.
 
-    Their parameters are gathered once for all micro-batches of a step, and gradients are reduced after the last one.
-    Modules above a cut are never called; parameters that they own stay full.
+    They are gathered once for all micro-batches of a step, and gradients are reduced after the last one. The root's
+    unit holds what no called module owns alone: parameters of modules above a cut, and ones tied across stages.
 
     Args:
-        model: parameters of the stages become DTensors in its place.
+        model: parameters of the stages become DTensors in its place; those on the meta device are other ranks'.
         units: modules that a stage calls, by path; parameters of a module outside of inner units are a unit.
         mesh: of the ranks that share parameters.
         policy: as for :class:`ShardedModel`.
@@ -243,7 +271,8 @@ class ShardedStages(ShardedModel):
         self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, policy: Policy | None = None
     ) -> None:
         kept = {path: dataclasses.replace(unit, reshard_after_forward=False) for path, unit in units.items()}
-        super().__init__(model, kept, mesh, policy=policy)
+        super().__init__(model, kept, mesh, root=_Root(model), policy=policy)
+        begin(self._units)
         for unit in self._units:
             unit.set_requires_gradient_sync(False)
             unit.set_reshard_after_backward(False)
