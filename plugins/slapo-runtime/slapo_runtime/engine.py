@@ -81,8 +81,10 @@ class StatefulEngine:
             BuildError: the optimizer holds a value that a checkpoint cannot store, or writing failed, on every rank;
                 earlier checkpoints are intact.
         """
+        state = self._state
+        state.saving.steps = self.steps
         optimizer, runtime = self._kept_optimizer(), self._runtime_state()
-        return self._state.save(directory, optimizer=optimizer, runtime=runtime, keep=keep, asynchronous=asynchronous)
+        return state.save(directory, optimizer=optimizer, runtime=runtime, keep=keep, asynchronous=asynchronous)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Load a checkpoint of this or any other schedule, target and number of ranks: a collective.
@@ -109,6 +111,31 @@ class StatefulEngine:
             ArgumentError: the name is taken, or the object lacks these methods.
         """
         self._state.saving.attach(name, stateful)
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the weights as safetensors files with the reference model's names: a collective.
+
+        ``from_pretrained(directory)`` of transformers and ``build(sch, weights=directory)`` read them. Every rank
+        assembles and writes some of the tensors, one at a time; tied tensors are written under each name. The files
+        come into their places when all are complete, the index last; other files in the directory stay.
+
+        Args:
+            directory: made if it does not exist; on a file system that all ranks share.
+            max_shard_size: the largest file, in bytes, or as in ``"5GB"``; a larger tensor has its own file.
+            dtype: of floating-point tensors; None: the reference model's.
+
+        Raises:
+            ArgumentError: an invalid size or type.
+            ReplicaError: replicas of a tensor differ; nothing was written.
+            BuildError: writing failed, on every rank; former files stay.
+        """
+        self._state.export(directory, max_shard_size=max_shard_size, dtype=dtype)
 
     # -- for a runtime that keeps values elsewhere ------------------------------------------------------------
 

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
+from slapo_runtime.correspondence.storage import Window
 from slapo_torch.fully_shard import FullyShard, is_reshard, marked_units, repeated_blocks, shared_names, tie, units_of
 from slapo_torch.precision import OPTIONS as OF_PRECISION, PRESETS, with_islands
 from slapo_torch.private import has_gradient_hooks
 
 if TYPE_CHECKING:
     from slapo_core import Mesh, Schedule
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 OF_REPLICAS: dict[str, Any] = {"find_unused_parameters": False, "gradient_as_bucket_view": True, "bucket_cap_mb": 25}
 """Options of DistributedDataParallel that have another default here, or that pipelines have, too."""
@@ -26,6 +29,22 @@ OWN_OPTIONS = ("batch_axes", "data_parallel", *OF_SHARDS, *OF_PRECISION)
 def data_ranks(mesh: Mesh | None) -> int:
     """Return the number of ranks that see other samples of a batch: ``dp_replicate`` x ``dp``."""
     return mesh.size("dp_replicate") * mesh.size("dp") if mesh is not None else 1
+
+
+def materialize(context: BuildContext, *, by_rows: bool = False) -> None:
+    """Give the model its values; ``by_rows`` reads of each parameter only this rank's rows along ``dp``."""
+    mesh = context.schedule.mesh
+
+    def window(live: LiveTensor) -> Window:
+        assert mesh is not None
+        rows, *rest = live.tensor.shape
+        length = -(-rows // mesh.size("dp"))  # as fully_shard divides them
+        start = min(mesh.rank("dp") * length, rows)
+        return Window((min(length, rows - start), *rest), (start, *(0 for _ in rest)))
+
+    with context.together("materializing the model"):
+        for _ in context.materialize(windows=window if by_rows else None):
+            pass
 
 
 def options_of_replicas() -> frozenset[str]:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import REBUILD
-from slapo_torch.data_options import OWN_OPTIONS, data_ranks
+from slapo_torch.data_options import OWN_OPTIONS, data_ranks, materialize
 from slapo_torch.fully_shard import FullyShard, units_of
 from slapo_torch.precise_engine import PreciseEngine
 from slapo_torch.precision import with_islands
@@ -132,6 +132,7 @@ class TorchEngine(PreciseEngine):
         self._set_precision(plan, context)
         replicas = data_ranks(context.schedule.mesh)
         is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
+        materialize(context, by_rows=is_sharded and replicas > 1)
         self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1)
         if is_sharded:
             self._shard()
@@ -163,8 +164,8 @@ class TorchEngine(PreciseEngine):
         schedule, reshard = self._context.schedule, self.plan.config["reshard_after_forward"]
         units = with_islands(schedule, units_of(schedule, reshard_after_forward=reshard), self.plan.config)
         root = FullyShard(False if reshard is False else None)
-        mesh = mesh_of_shards(schedule.mesh, self._precision.device)
-        self._sharded = ShardedData(self._module, units, mesh, root=root, policy=self._precision.policy)
+        mesh, fill = mesh_of_shards(schedule.mesh, self._precision.device), self._context.fill_windows
+        self._sharded = ShardedData(self._module, units, mesh, root=root, policy=self._precision.policy, fill=fill)
         self._precision.install(["", *(path for path in units if path and self._precision.gathers)])
         self._sharded.take_over(self.optimizer)
         self._context.state.tensors()  # shards take over the layouts of the parameters in whose place they are

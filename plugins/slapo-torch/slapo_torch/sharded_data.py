@@ -101,6 +101,9 @@ def mesh_of_shards(mesh: Mesh | None, device: torch.device | None = None) -> Dev
     return device_mesh["dp_replicate", "dp"] if mesh.size("dp_replicate") > 1 else device_mesh["dp"]  # type: ignore[no-any-return]
 
 
+Fill = Callable[[nn.Module], None]
+
+
 class ShardedModel:
     """A model whose units are under torch's ``fully_shard``.
 
@@ -110,6 +113,7 @@ class ShardedModel:
         mesh: of the ranks that share parameters.
         root: a module above the model, whose unit holds what is left; None: the model is a unit itself.
         policy: the MixedPrecisionPolicy of the unit at a path; None for the default of torch.
+        fill: is called with each unit before it is sharded; None: all parameters have their values.
     """
 
     def __init__(
@@ -120,10 +124,13 @@ class ShardedModel:
         *,
         root: nn.Module | None = None,
         policy: Policy | None = None,
+        fill: Fill | None = None,
     ) -> None:
         types = policy or (lambda path: fsdp.MixedPrecisionPolicy())
         full = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
         for path in sorted(units, key=lambda path: -path.count(".") - bool(path)):  # inner ones first, the root last
+            if fill is not None:
+                fill(model.get_submodule(path))
             _shard(model.get_submodule(path), mesh, units[path], types(path))
         if root is not None:
             _shard(root, mesh, FullyShard(False), types(""))
@@ -150,6 +157,7 @@ class ShardedData(ShardedModel):
         mesh: of the ranks that share parameters.
         root: the options of the root.
         policy: as for :class:`ShardedModel`.
+        fill: likewise.
     """
 
     def __init__(
@@ -160,10 +168,11 @@ class ShardedData(ShardedModel):
         *,
         root: FullyShard,
         policy: Policy | None = None,
+        fill: Fill | None = None,
     ) -> None:
         self._model, self._name = model, type(model).__name__  # fully_shard puts a class of its own before it
         self._has_failed = False
-        super().__init__(model, {**units, "": units.get("", root)}, mesh, policy=policy)
+        super().__init__(model, {**units, "": units.get("", root)}, mesh, policy=policy, fill=fill)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

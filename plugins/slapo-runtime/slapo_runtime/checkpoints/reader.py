@@ -11,7 +11,7 @@ import torch
 
 from slapo_core.errors import WeightsError
 from slapo_runtime.checkpoints.manifest import Manifest, StoredChunk, check_files, newest_checkpoint, overlap
-from slapo_runtime.correspondence.storage import blocks, from_window, window_of
+from slapo_runtime.correspondence.storage import Window, blocks, from_window, window_of
 from slapo_runtime.private import file_view
 from slapo_runtime.weights.module_state import unpacked
 from slapo_runtime.weights.sources import WeightsSource
@@ -69,19 +69,21 @@ class CheckpointSource(WeightsSource):
         check_files(self.directory, self.manifest.files, part=part)
 
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-        value = torch.zeros(layout.local_shape(mesh), dtype=self.dtype(name))
+        return self.read_as(name, layout, mesh, self.dtype(name))
+
+    def read_as(
+        self, name: str, layout: Layout, mesh: Mesh | None, dtype: torch.dtype, *, window: Window | None = None
+    ) -> torch.Tensor:
+        value = torch.zeros(layout.local_shape(mesh) if window is None else window.shape, dtype=dtype)
         if layout.holds_values(mesh):
-            self.fill(name, value, blocks(layout, mesh))
+            self.fill(name, value, blocks(layout, mesh, window))
         return value
 
     def read_like(self, name: str, layout: Layout, mesh: Mesh | None, like: torch.Tensor | None) -> torch.Tensor:
         window = window_of(like, mesh) if like is not None else None
         if like is None or window is None or layout.local_shape(mesh) != tuple(like.shape):
             return self.read(name, layout, mesh)
-        value = torch.zeros(window.shape, dtype=self.dtype(name))
-        if layout.holds_values(mesh):
-            self.fill(name, value, blocks(layout, mesh, window))
-        return from_window(like, value)
+        return from_window(like, self.read_as(name, layout, mesh, self.dtype(name), window=window))
 
     def fill(
         self,

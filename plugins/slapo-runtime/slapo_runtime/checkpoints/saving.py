@@ -27,6 +27,7 @@ from slapo_runtime.weights.checkpoint import (
     refuse_not_json,
     writing,
 )
+from slapo_runtime.weights.files import write_configurations
 from slapo_runtime.weights.sharded_checkpoint import OwnShard, description_of, own_shards
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Saving:
     def wait(self) -> None:
         """Wait for the pending save: a collective."""
         pending, self.pending = self.pending, None
-        if pending is not None:
+        if pending is not None and not pending.is_over:
             pending.wait()
 
 
@@ -91,17 +92,20 @@ class PendingSave:
         directory: of the step.
         worker: of this rank.
         is_first: whether this rank completes the checkpoint.
+
+    Attributes:
+        is_over: whether :meth:`wait` was called.
     """
 
     def __init__(self, mesh: Mesh | None, directory: Path, worker: Worker, *, is_first: bool) -> None:
         self._mesh, self._directory, self._worker, self._is_first = mesh, directory, worker, is_first
         self._error: Exception | None = None
-        self._is_over = False
+        self.is_over = False
 
     @property
     def done(self) -> bool:
         """Whether this rank's part is over: on the first rank, the entire checkpoint; not a collective."""
-        return self._is_over or self._worker.is_idle
+        return self.is_over or self._worker.is_idle
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete: a collective.
@@ -109,8 +113,8 @@ class PendingSave:
         Raises:
             BuildError: a worker failed, on every rank; the checkpoint is incomplete, earlier ones are intact.
         """
-        if not self._is_over:
-            self._is_over = True
+        if not self.is_over:
+            self.is_over = True
             try:
                 self._wait()
             except Exception as error:
@@ -171,7 +175,7 @@ def save_checkpoint(
         description["replicas"] = differing.message
     with World(state.mesh) as world:
         save = _Save(Path(directory), world, is_first=state.is_first_rank, steps=saving.steps)
-        save.begin()
+        save.begin(state)
         completion = Completion(save.directory, save.identifier, saving.steps, world.size, description, random, keep)
         shards = own_shards(state, moments)
         if asynchronous and save.takes_part:
@@ -204,12 +208,13 @@ class _Save:
         self._what = f"writing the checkpoint '{root}'"
         self.directory, self.identifier = root, uuid.uuid4().hex
 
-    def begin(self) -> None:
-        """Make the directory of the step."""
+    def begin(self, state: ModelState) -> None:
+        """Make the directory of the step, with the model's configurations."""
         with self._world.together(self._what):
             if self._is_first:
                 with writing(self.root):
                     self.directory = begin_step(self.root, self._steps)
+                    write_configurations(state.correspondence.tree.root, self.directory)
         self.directory, self.identifier = self._world.gather((self.directory, self.identifier))[0]
 
     def write(self, shards: Iterator[OwnShard], completion: Completion) -> None:

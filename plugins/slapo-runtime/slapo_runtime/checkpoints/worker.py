@@ -87,6 +87,7 @@ class Worker:
         self._connection: Connection[Any, Any] | None = None
         self._results: dict[str, str | None] = {}
         self._expected: set[str] = set()
+        self._identifier = ""
         weakref.finalize(self, os.close, self._memory)
 
     def stage(
@@ -96,7 +97,8 @@ class Worker:
         own = value.detach().to("cpu").contiguous()
         at = -(-staged.size // _ALIGNED) * _ALIGNED
         if own.numel():
-            view = memoryview(own.reshape(-1).view(torch.uint8).numpy())
+            content: Any = own.reshape(-1).view(torch.uint8).numpy()
+            view = memoryview(content)
             done = 0
             while done < len(view):
                 done += os.pwrite(self._memory, view[done:], at + done)
@@ -124,6 +126,7 @@ class Worker:
             weakref.finalize(self, _finish, os.getpid(), self._process, self._connection)
         assert self._connection is not None
         self._results.clear()
+        self._identifier = staged.identifier
         self._expected = {"written", "completed"} if staged.completion is not None else {"written"}
         self._connection.send(staged)
 
@@ -158,13 +161,14 @@ class Worker:
         assert self._connection is not None
         assert self._process is not None
         try:
-            what, error = self._connection.recv()
+            identifier, what, error = self._connection.recv()
         except (EOFError, OSError):
             code = self._process.wait()
             for missing in self._expected - self._results.keys():
                 self._results[missing] = f"the worker process that writes checkpoints ended with exit code {code}"
             return
-        self._results[what] = error
+        if identifier == self._identifier:  # not of an abandoned save
+            self._results[what] = error
 
     def abandon(self) -> None:
         """Let the process give up waiting for the files of other ranks."""
@@ -243,10 +247,11 @@ class _Served:
         return self._pipe.recv()
 
     def _serve(self, staged: Staged) -> None:
-        self._pipe.send(("written", self._outcome(lambda: self._write(staged))))
+        self._pipe.send((staged.identifier, "written", self._outcome(lambda: self._write(staged))))
         completion = staged.completion
         if completion is not None:
-            self._pipe.send(("completed", self._outcome(lambda: completion.run(ends=self._gives_up))))
+            outcome = self._outcome(lambda: completion.run(ends=self._gives_up))
+            self._pipe.send((staged.identifier, "completed", outcome))
 
     @staticmethod
     def _outcome(work: Any) -> str | None:

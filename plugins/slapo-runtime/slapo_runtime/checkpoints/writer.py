@@ -6,6 +6,7 @@ rectangle, and ``.metadata``, which ``torch.distributed.checkpoint.load`` reads.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -52,6 +53,7 @@ class RankFile:
         self._stream: IO[bytes] | None = None
         self._size = self._crc = 0
         self._sums: list[int] = []
+        self._error: OSError | None = None
 
     def __enter__(self) -> RankFile:
         self._stream = (self._directory / self._name).open("xb")  # another save of this step would be in the way
@@ -61,23 +63,30 @@ class RankFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._stream is not None:
-            self._stream.close()
+            with contextlib.suppress(OSError):  # what is not written yet is of a file that failed before
+                self._stream.close()
 
     def write(self, data: Any) -> int:
-        """Write bytes, called by ``torch.save``."""
-        assert self._stream is not None
+        """Write bytes, called by ``torch.save``, which takes no errors; :meth:`add` raises them."""
         view = memoryview(data).cast("B")
-        length, start = len(view), 0
-        while start < length:
-            size = min(length - start, CHUNK - self._size % CHUNK)
-            piece = view[start : start + size]
+        try:
+            if self._error is None:
+                self._write(view)
+        except OSError as error:
+            self._error = error
+        return len(view)
+
+    def _write(self, view: memoryview) -> None:
+        assert self._stream is not None
+        start = 0
+        while start < len(view):
+            piece = view[start : start + CHUNK - self._size % CHUNK]
             self._stream.write(piece)
             self._crc = zlib.crc32(piece, self._crc)
-            start, self._size = start + size, self._size + size
+            start, self._size = start + len(piece), self._size + len(piece)
             if self._size % CHUNK == 0:
                 self._sums.append(self._crc)
                 self._crc = 0
-        return length
 
     def flush(self) -> None:
         """Do nothing: :meth:`finish` has the bytes on the disk."""
@@ -96,6 +105,8 @@ class RankFile:
         if own.untyped_storage().nbytes() != own.nbytes:
             own = own.clone()  # torch.save writes the entire memory
         torch.save(own, self)  # type: ignore[arg-type]
+        if self._error is not None:
+            raise self._error
         chunk = StoredChunk(offset, tuple(own.shape), self._name, at, self._size - at)
         others = self._tensors[name].chunks if name in self._tensors else ()
         self._tensors[name] = StoredTensor(own.dtype, shape, (*others, chunk))

@@ -83,6 +83,15 @@ class Window(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a view of the full tensor."""
+        return full[slices(self.offset, self.shape)]
+
+
+def slices(offset: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a rectangle."""
+    return tuple(slice(begin, begin + length) for begin, length in zip(offset, extent, strict=True))
+
 
 def window_of(tensor: torch.Tensor, mesh: Mesh | None) -> Window | None:
     """Return this rank's window of a DTensor, without communication.

@@ -271,6 +271,19 @@ class ModelState:
         """
         return load_shards(self, description, source, optimizer, uses)
 
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the weights as safetensors; see :meth:`slapo_runtime.engine.StatefulEngine.export`."""
+        from slapo_runtime.weights.export import export
+
+        self._learn_types()
+        export(self, directory, max_shard_size=max_shard_size, dtype=dtype)
+
     @property
     def is_first_rank(self) -> bool:
         """Whether this rank is the first rank of the model."""
@@ -382,7 +395,7 @@ class ModelState:
             if carrier is not None:
                 value = self.full(carrier)
             else:
-                value = self.from_holders(None, spec.shape, self._trained.get(spec.name, spec.dtype), holders)
+                value = self.full_elsewhere(spec.name)
             if wanted:
                 full[spec.name] = copied(value, self._own_type(value, spec.dtype))
         return full
@@ -392,6 +405,12 @@ class ModelState:
         value = live.layout.full(self.storage.read(live), self.mesh) if live.is_local else None
         holders = self.correspondence.holders(live)
         return self.from_holders(value, tuple(live.layout.shape), self._type(live), holders)
+
+    def full_elsewhere(self, name: str) -> torch.Tensor:
+        """Gather a reference tensor without a live tensor on this rank: a collective over ``pp``."""
+        spec = self.correspondence.survey.specs[name]
+        dtype = self._trained.get(name, spec.dtype)
+        return self.from_holders(None, spec.shape, dtype, self.correspondence.holders_of(spec))
 
     def _type(self, live: LiveTensor) -> torch.dtype:
         """Return a tensor's type on the ranks that hold it."""
