@@ -345,15 +345,28 @@ def launch(
     return 0
 
 
-def together(run: Callable[[torch.device], None], options: argparse.Namespace, *, shared: bool = True) -> None:
-    """Run it on its device in a process that torchrun started, connected with the others."""
+def together(
+    run: Callable[[torch.device], None],
+    options: argparse.Namespace,
+    *,
+    shared: bool = True,
+    **rendezvous: Any,
+) -> None:
+    """Run it on its device in one of several processes, connected with the others.
+
+    Args:
+        run: called with the device.
+        options: of the command line.
+        shared: whether processes can share a GPU.
+        rendezvous: further arguments of ``init_process_group``, without torchrun.
+    """
     processes = int(os.environ["WORLD_SIZE"])
     device = device_of(options, processes, shared=shared)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         has_own = device.type == "cuda" and torch.cuda.device_count() >= processes  # NCCL refuses two ranks on one GPU
-        dist.init_process_group("nccl" if has_own else "gloo")
+        dist.init_process_group("nccl" if has_own else "gloo", **rendezvous)
     run(device)
     dist.barrier()
     dist.destroy_process_group()

@@ -14,6 +14,7 @@ the steps since the last checkpoint are lost, and trained again. It ends with st
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -73,14 +74,14 @@ def kills(options: argparse.Namespace) -> list[int]:
     return [options.steps * number // len(options.legs) + 1 for number in range(1, len(options.legs))]
 
 
-def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
+def make_model(options: argparse.Namespace, device: torch.device) -> LlamaForCausalLM:
     """A LLaMA with random weights, the same in every process."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=options.vocab_size, hidden_size=options.width, intermediate_size=options.width * 2,
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
-    return LlamaForCausalLM(config).train()
+    return LlamaForCausalLM(config).to(device).train()
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -94,7 +95,7 @@ def factor(step: int, steps: int) -> float:
 
 def run_plain(options: argparse.Namespace) -> None:
     """The model as its author wrote it, in an ordinary PyTorch loop."""
-    model = make_model(options)
+    model = make_model(options, common.device_of(options))
     optimizer = make_optimizer(model.parameters())
 
     def rate(step: int) -> float:
@@ -103,18 +104,21 @@ def run_plain(options: argparse.Namespace) -> None:
     common.run_plain(options, model, optimizer, batches, max_grad_norm=CLIP, learning_rate=rate)
 
 
-def run_leg(options: argparse.Namespace, name: str, seen: Callable[[int], None] = lambda step: None) -> None:
-    """Train from the newest checkpoint to the last step; this runs in every process of a leg.
+def run_leg(
+    options: argparse.Namespace, name: str, device: torch.device, seen: Callable[[int], None] = lambda step: None
+) -> None:
+    """Train from the newest complete checkpoint to the last step; this runs in every process of a leg.
 
     Args:
         options: of the command line.
         name: of the leg.
+        device: of the model.
         seen: called after each step with the number of steps.
     """
     torch.set_num_threads(1)
     leg, checkpoints, first = LEGS[name], options.output / "checkpoints", dist.get_rank() == 0
     data = batches(options, seed=1, steps=options.steps)
-    sch = slapo.create_schedule(make_model(options), mesh=leg.mesh, example_inputs=data[0])
+    sch = slapo.create_schedule(make_model(options, device), mesh=leg.mesh, example_inputs=common.on(device, data[0]))
     llama(sch, kernels=False, stages=leg.mesh.get("pp", 1))
     engine: Any = slapo.build(
         sch,
@@ -128,11 +132,12 @@ def run_leg(options: argparse.Namespace, name: str, seen: Callable[[int], None] 
     )
     if checkpoints.exists():
         engine.load(checkpoints)
-    done = engine.lr_scheduler.last_epoch
+    done = engine.steps
 
     def own(batch: common.Batch) -> common.Batch:
         """The rows of this replica."""
-        return {key: rows.chunk(sch.mesh.size("dp"))[sch.mesh.rank("dp")] for key, rows in batch.items()}
+        mine = {key: rows.chunk(sch.mesh.size("dp"))[sch.mesh.rank("dp")] for key, rows in batch.items()}
+        return common.on(device, mine)
 
     bar = tqdm(data[done:], desc=f"{name}, {leg.processes} processes", disable=not first)
     for step, batch in enumerate(bar, start=done + 1):
@@ -144,7 +149,7 @@ def run_leg(options: argparse.Namespace, name: str, seen: Callable[[int], None] 
                 file.write(json.dumps(row) + "\n")
         seen(step)
         if step % options.every == 0 and step < options.steps:
-            engine.save(checkpoints)
+            engine.save(checkpoints, keep=2)
     evaluated = [engine.eval_step(own(batch)).loss for batch in batches(options, seed=2, steps=4, held_out=True)]
     held_out = [common.mean_over_replicas(loss, sch.mesh) for loss in evaluated]
     memory: list[Any] = [None] * leg.processes
@@ -168,11 +173,16 @@ def steps_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def store_of(options: argparse.Namespace, name: str) -> Path:
+    """The file by which the processes of a leg find each other."""
+    return Path(options.output, f"store-{name}").resolve()
+
+
 def start(options: argparse.Namespace, name: str) -> list[subprocess.Popen[bytes]]:
-    """The processes of a leg, which find each other by a file."""
+    """The processes of a leg."""
     size, this = LEGS[name].processes, [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--role", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "WORLD_SIZE": str(size)}
-    (options.output / f"store-{name}").unlink(missing_ok=True)
+    store_of(options, name).unlink(missing_ok=True)
     return [
         subprocess.Popen(this, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)
     ]
@@ -229,11 +239,9 @@ def main(options: argparse.Namespace) -> int:
     if options.role == "plain":
         run_plain(options)
     elif options.role is not None:
-        store = f"file://{(options.output / f'store-{options.role}').resolve()}"
-        size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        dist.init_process_group("gloo", init_method=store, world_size=size, rank=rank)
-        run_leg(options, options.role)
-        dist.destroy_process_group()
+        run = functools.partial(run_leg, options, options.role)
+        rendezvous = {"init_method": f"file://{store_of(options, options.role)}", "rank": int(os.environ["RANK"])}
+        common.together(run, options, shared=False, world_size=LEGS[options.role].processes, **rendezvous)
     else:
         journal(options).unlink(missing_ok=True)
         shutil.rmtree(options.output / "checkpoints", ignore_errors=True)

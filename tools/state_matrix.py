@@ -32,10 +32,10 @@ an engine with other first values, and trains for {AFTER - BEFORE} more steps. T
 parameter, a buffer, and a weight of two matrices; its sizes are not divisible by the ranks. AdamW has two groups and
 a scheduler, and gradients are clipped to {MAX_GRAD_NORM}. Compared with the uninterrupted training in one process,
 without slapo, are, after loading and at the end: weights, buffers, moments, numbers of steps and learning rates; of
-every step the loss and the norm of the gradients; and the RNG state of each replica that there was before: to
-{DOUBLE:.0e} in float64, and to {SINGLE:.0e} in float32, in which DeepSpeed and Megatron-core (with its distributed
-optimizer) save and load. A warning counts as a difference. In `tp2, sequences` each rank has a shard of the sequence
-between the pairs of matrices; `dp2` of target `torch` are replicas."""
+every step the loss and the norm of the gradients; the RNG state of each replica that there was before, and the place
+in the data: to {DOUBLE:.0e} in float64, and to {SINGLE:.0e} in float32, in which DeepSpeed and Megatron-core (with
+its distributed optimizer) save and load. A warning counts as a difference. In `tp2, sequences` each rank has a shard
+of the sequence between the pairs of matrices; `dp2` of target `torch` are replicas."""
 
 PAGE = Page(
     "Checkpoints resumed under other layouts",

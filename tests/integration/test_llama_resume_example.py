@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from slapo_core import RankFailedError
 from slapo_testing import preload_modules, run_ranks
@@ -27,7 +28,7 @@ def run_leg(arguments: list[str], name: str, last: int | None) -> None:
         if step == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    module.run_leg(module.parsed(arguments), name, seen)
+    module.run_leg(module.parsed(arguments), name, torch.device("cpu"), seen)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_a_job_that_is_killed_trains_as_one_that_is_not(
     legs: list[str], again: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, output = str(text_for(tmp_path)), str(tmp_path)
-    arguments = ["--quick", "--text", text, "--output", output, "--legs", *legs]
+    arguments = ["--quick", "--device", "cpu", "--text", text, "--output", output, "--legs", *legs]
     module = example("llama_resume")
     options = module.parsed(arguments)
     module.run_plain(options)  # trains the tokenizer, too

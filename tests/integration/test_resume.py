@@ -14,7 +14,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_runtime import engine
-from slapo_runtime.weights import checkpoint
+from slapo_runtime.checkpoints import loading
 from slapo_testing import preload_modules, run_ranks
 from tests.integration.dialects import state_cells
 from tests.integration.dialects.layouts import LAYOUTS
@@ -143,7 +143,7 @@ def without(_: Any) -> Any:
 LOST: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "after 2 steps: ['embedding.weight::exp_avg'": (torch.optim.Optimizer, "load_state_dict", without_a_moment),
     "the loss of step 4": (engine, "resume", without),
-    "the RNG of replica 0": (checkpoint, "restore", without),
+    "the RNG of replica 0": (loading, "restore", without),
 }
 
 

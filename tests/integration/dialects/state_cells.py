@@ -25,8 +25,23 @@ BEFORE, AFTER = 2, 5
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-6}
 """Of losses, norms, weights and moments of size 1: what sums in another order make of five steps."""
 
+SAMPLES = 16  # that were trained on when it was saved
+
 DIRECTORY = "SLAPO_SAVED_STATES"
 """The environment variable with the directory of the checkpoints."""
+
+
+@dataclass
+class Position:
+    """A place in the data, which is saved and resumed with an engine."""
+
+    samples: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.samples = state["samples"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +68,11 @@ class StateCell(Cell):
         """What is not that of the uninterrupted training."""
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing is left unused, nothing is lacking
-            engine = _quietly_built(self.family, self.dtype, seed=7)
+            engine, position = _quietly_built(self.family, self.dtype, seed=7), Position()
+            engine.attach("position", position)
             engine.load(_place(self.mesh, self.dtype))
+        if (engine.steps, position.samples) != (BEFORE, SAMPLES):
+            yield f"loaded after {engine.steps} steps and {position.samples} samples, not {BEFORE} and {SAMPLES}"
         yield from _draws(engine, self.mesh)
         yield from _state(engine, BEFORE, self.dtype)
         for step in range(BEFORE, AFTER):
@@ -79,7 +97,10 @@ def save(cells: Sequence[StateCell]) -> None:
         for step in range(BEFORE):
             assert not (found := list(_step(engine, step, dtype))), (layout, found)
         torch.manual_seed(_seed(replica_of(engine)[0]))
-        engine.save(_place(layout, dtype))
+        engine.attach("position", Position(SAMPLES))
+        pending = engine.save(_place(layout, dtype), asynchronous=dtype == torch.float32)
+        if pending is not None:
+            pending.wait()
         engine.close()
 
 
