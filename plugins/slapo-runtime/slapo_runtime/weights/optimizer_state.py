@@ -244,8 +244,9 @@ class OptimizerState:
                 )
 
     def _moment(self, layout: Layout, dtype: torch.dtype, parameter: torch.Tensor, key: str) -> Moment:
-        has_own = isinstance(self._storage, TorchOptimizer) and self._owns_full(parameter) is None
-        held = self._storage.held(parameter, key) if has_own else None
+        held = None
+        if isinstance(self._storage, TorchOptimizer) and self._owns_full(parameter) is None:
+            held = self._storage.held(parameter, key)
         read = partial(self._storage.read, parameter, key)
         return Moment(layout, dtype, read, self._storage.partitioned(parameter), held)
 
