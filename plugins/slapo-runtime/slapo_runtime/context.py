@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import BuildError, warn_user
+from slapo_core.internals import Internals
 from slapo_runtime.batches import (
     ForwardSignature,
     bound_batch,
@@ -19,6 +20,7 @@ from slapo_runtime.batches import (
     micro_batches,
     switch_to_training,
 )
+from slapo_runtime.full_matrix import FullMatrixSteps
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.losses import LossCall, LossWeights, Scales, require_items_read, trained
 from slapo_runtime.private import tree_map_only
@@ -28,6 +30,7 @@ from slapo_runtime.stages import RankModule, StagedModel
 from slapo_runtime.stages.signatures import StagedModels, require_one_signature
 from slapo_runtime.weights.lr_scheduler import make_lr_scheduler
 from slapo_runtime.weights.optimizer import make_optimizer, same_groups, warn_of_lost_updates
+from slapo_runtime.weights.parameter_groups import GroupedFactory
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from slapo_runtime.correspondence.storage import LiveTensor, Placement, Window
     from slapo_runtime.stages.partition import Output, Partition
     from slapo_runtime.weights.materialize import Materialization
+    from slapo_runtime.weights.parameter_groups import ParameterGroups
     from slapo_runtime.weights.state import ModelState
 
 
@@ -96,16 +100,20 @@ class BuildContext:
         schedule: the same on all ranks.
         arguments: the user's arguments of ``build``.
         values: the tensors and their values.
+        groups: of the parameters, by the user's patterns; None without any.
         stage_ranks: the rank along ``pp`` of each stage; empty for one pipeline rank.
 
     Attributes:
         schedule: the schedule, with every step applied.
         state: the model's state to and from the reference layout; it stays valid for the life of the engine.
-        optimizer: the user's factory, for a runtime that must call it itself; see :meth:`make_optimizer`.
+        optimizer: the user's factory of a list of parameters, for a runtime that must call it itself; see
+            :meth:`make_optimizer`.
         accumulate: the number of micro-batches of a training step; see :meth:`micro_batches`.
         device: for the model; None leaves the model where it is.
+        model_device: the device of the tensors after the build.
         stage_ranks: the pipeline rank of each stage; empty for one pipeline rank.
         schedules_learning_rate: whether the dialect has taken the user's scheduler, if there is one.
+        has_groups_of_parameters: whether an optimizer has the user's parameter groups, if there are any.
     """
 
     def __init__(
@@ -113,15 +121,19 @@ class BuildContext:
         schedule: Schedule,
         arguments: UserArguments,
         values: Materialization,
+        groups: ParameterGroups | None = None,
         *,
         stage_ranks: tuple[int, ...] = (),
     ) -> None:
         self.schedule: Schedule = schedule
         self.state: ModelState = values.state
         self.optimizer: OptimizerFactory | None = arguments.optimizer
+        if groups is not None and self.optimizer is not None:
+            self.optimizer = GroupedFactory(self.optimizer, groups)
         self.accumulate: int = arguments.accumulate
         self.device: torch.device | None = arguments.torch_device()
         self.stage_ranks: tuple[int, ...] = stage_ranks
+        self.model_device: torch.device = values.device
         self._arguments, self._values, self._mesh = arguments, values, schedule.mesh
         self._first = FirstSteps(schedule.mesh, schedule.model, values.state)
         self._loss_call = LossCall(schedule.model, arguments.loss)
@@ -129,6 +141,8 @@ class BuildContext:
         self._tied: TiedGradients | None = None
         self._is_cut = False  # a batch, before
         self.schedules_learning_rate = arguments.lr_scheduler is None
+        self.has_groups_of_parameters = groups is None or self.optimizer is not None
+        self._groups = groups
         self._originals = {id(tensor): name for name, tensor in values.reference.items()}
 
     def materialize(
@@ -163,7 +177,7 @@ class BuildContext:
         self._values.fill_windows(module)
 
     def make_optimizer(
-        self, *, partitioned: bool = False, has_main_weights: bool = False
+        self, *, partitioned: bool = False, has_main_weights: bool = False, gathers: bool = False
     ) -> torch.optim.Optimizer | None:
         """Call the user's factory with this rank's parameters, and check the optimizer.
 
@@ -173,6 +187,9 @@ class BuildContext:
             partitioned: whether the runtime gives the optimizer shards of parameters, besides the schedule's shards.
             has_main_weights: whether the optimizer steps copies of the parameters in float32. Without, a warning names
                 parameters in a 16-bit type that would lose its updates.
+            gathers: whether an optimizer of full matrices (Adafactor, Muon) gathers split parameters in its ``step()``.
+                The runtime then calls ``step()`` on every rank, leaves gradients in ``grad``, and may put DTensors of
+                torch's ``fully_shard`` into the groups before the first step.
 
         Returns:
             None if the user gave no factory: the engine then only evaluates.
@@ -196,6 +213,8 @@ class BuildContext:
                 self.state.sharded_axes(partitioned=partitioned),
                 is_part=self.placement is not None,
                 elementwise=self._arguments.elementwise,
+                by_parameter=self._is_by_parameter,
+                gathers=functools.partial(FullMatrixSteps, state=self.state) if gathers else None,
             )
             if optimizer is not None:
                 self._first.end_with(optimizer)
@@ -204,6 +223,22 @@ class BuildContext:
         if self.placement is not None and optimizer is not None:
             same_groups(self._mesh, optimizer)
         return optimizer
+
+    def _is_by_parameter(self, kind: type) -> bool:
+        """Ask the plugins whether an optimizer's update of a parameter depends on that full parameter alone."""
+        answer = Internals(self.schedule).hooks.single("slapo_full_matrix", optimizer=kind)
+        return answer is not None and bool(answer[1])
+
+    def parameter_groups(self) -> list[dict[str, Any]] | None:
+        """Return the user's groups of this rank's parameters, for a runtime that makes an optimizer of its own.
+
+        They are groups of ``torch.optim`` with the settings of ``no_decay`` and ``param_groups`` only; a pipeline rank
+        may have empty ones. None if the user gave neither.
+        """
+        if self._groups is None:
+            return None
+        self.has_groups_of_parameters = True
+        return self._groups.of(live.tensor for live in self.state.tensors() if live.is_parameter and live.is_local)  # type: ignore[misc]
 
     def make_lr_scheduler(self, optimizer: torch.optim.Optimizer | None) -> Any:
         """Call the user's factory of a learning-rate scheduler; None if there is none.

@@ -184,6 +184,9 @@ class TorchDialect(Dialect):
 
         return TorchEngine(plan, context)
 
+    def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any]:
+        return self.build(plan, context).train_step
+
 
 def _pipeline_options(options: Mapping[str, Any], pp: int) -> dict[str, Any]:
     """Check the options of a pipeline, and return its number of micro-batches."""

@@ -41,9 +41,9 @@ class TorchRuntime:
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
-    With ``precision="fp16-mixed"`` use ``engine.scaler`` as torch's: ``engine.scaler.scale(loss).backward()``; before
-    clipping ``engine.scaler.unscale_(engine.optimizer)``, a collective; then its ``step(engine.optimizer)`` and
-    ``update()``.
+    With ``precision="fp16-mixed"`` ``engine.scaler`` is used as torch's: ``engine.scaler.scale(loss).backward()``;
+    before clipping ``engine.scaler.unscale_(engine.optimizer)``, a collective; then
+    ``engine.scaler.step(engine.optimizer)`` and ``engine.scaler.update()``.
 
     Args:
         module: see below.
@@ -130,7 +130,8 @@ class TorchEngine(PreciseEngine):
         self._sharded: ShardedData | None = None
         self._frozen: tuple[nn.Parameter, ...] = ()  # parameters that DistributedDataParallel never averages
         is_sharded = self._materialize(plan, context)
-        self.optimizer = context.make_optimizer(partitioned=is_sharded and data_ranks(context.schedule.mesh) > 1)
+        replicas = data_ranks(context.schedule.mesh)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1, gathers=True)
         if is_sharded:
             self._shard()
         else:
@@ -161,9 +162,8 @@ class TorchEngine(PreciseEngine):
         schedule, reshard = self._context.schedule, self.plan.config["reshard_after_forward"]
         units = with_islands(schedule, units_of(schedule, reshard_after_forward=reshard), self.plan.config)
         root = FullyShard(False if reshard is False else None)
-        mesh, policy = mesh_of_shards(schedule.mesh, self._precision.device), self._precision.policy
-        fill = self._context.fill_windows
-        self._sharded = ShardedData(self._module, units, mesh, root=root, policy=policy, fill=fill)
+        mesh, fill = mesh_of_shards(schedule.mesh, self._precision.device), self._context.fill_windows
+        self._sharded = ShardedData(self._module, units, mesh, root=root, policy=self._precision.policy, fill=fill)
         self._precision.install(["", *(path for path in units if path and self._precision.gathers)])
         self._sharded.take_over(self.optimizer)
         self._context.state.tensors()  # shards take over the layouts of the parameters in whose place they are

@@ -169,7 +169,7 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
         self._part: nn.Module | None = None
         is_sharded = self._materialize(plan, context)
-        self.optimizer = context.make_optimizer(partitioned=is_sharded and data_ranks(mesh) > 1)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded and data_ranks(mesh) > 1, gathers=True)
         self._sharded: ShardedStages | None = None
         if is_sharded:
             self._sharded = self._shard()

@@ -38,13 +38,11 @@ class PreciseEngine(StatefulEngine):
 
     def _materialize(self, plan: Plan, context: BuildContext) -> bool:
         """Give the model its values in the types of the precision, and return whether they will be sharded."""
-        self._precision = ModelPrecision(context.schedule, plan.config)
-        replicas = data_ranks(context.schedule.mesh)
+        device, replicas = context.model_device, data_ranks(context.schedule.mesh)
+        self._precision = ModelPrecision(context.schedule, plan.config, device)
         is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
         by_rows = is_sharded and replicas > 1 and not context.stage_ranks
         materialize(context, by_rows=by_rows, dtype=self._precision.wanted)
-        here = (live.tensor.device for live in context.state.tensors() if live.is_local)
-        self._precision.device = device = context.device or next(here, torch.device("cpu"))
         preset = self._precision.preset
         if preset is None:
             return is_sharded

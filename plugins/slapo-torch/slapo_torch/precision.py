@@ -226,19 +226,17 @@ class ModelPrecision:
     Args:
         schedule: of the build.
         options: of the plan.
+        device: of the model.
 
     Attributes:
-        device: of the model.
         preset: of the option ``precision``; None without one.
         islands: paths of the modules that compute in float32.
         uses_autocast: whether passes run under torch.autocast; else inputs are cast at borders.
     """
 
-    device: torch.device
-
-    def __init__(self, schedule: Schedule, options: Mapping[str, Any]) -> None:
+    def __init__(self, schedule: Schedule, options: Mapping[str, Any], device: torch.device) -> None:
         self.preset = PRESETS.get(options["precision"])
-        self._model = schedule.model
+        self._model, self.device = schedule.model, device
         self._elsewhere: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] | None = None
         self.islands = islands_of(schedule.model, options["fp32"]) if self.preset is not None else ()
         self.uses_autocast = self.is_mixed and options["data_parallel"] == "ddp"

@@ -70,8 +70,7 @@ def reduce_accumulated(units: Sequence[Any]) -> None:
     root = units[0]._get_fsdp_state()
     root._state_ctx.is_last_backward = True
     for unit in reversed(units):
-        state = unit._get_fsdp_state()
-        for group in _groups(state):
+        for group in _groups(unit._get_fsdp_state()):
             group.post_backward()
     root._root_post_backward_final_callback()
     root._state_ctx.is_last_backward = False

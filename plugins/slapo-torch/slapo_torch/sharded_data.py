@@ -118,9 +118,9 @@ class ShardedModel:
         model: parameters of units become DTensors in its place.
         units: the options of each, by path.
         mesh: of the ranks that share parameters.
-        root: a module above the model, whose unit holds what is left; None: the model is a unit itself.
         policy: the MixedPrecisionPolicy of the unit at a path; None for the default of torch.
         fill: is called with each unit before it is sharded; None: all parameters have their values.
+        root: a module above the model, whose unit holds what is left; None: the model is a unit itself.
     """
 
     def __init__(
@@ -129,18 +129,18 @@ class ShardedModel:
         units: Mapping[str, FullyShard],
         mesh: DeviceMesh,
         *,
-        root: nn.Module | None = None,
         policy: Policy | None = None,
         fill: Fill | None = None,
+        root: nn.Module | None = None,
     ) -> None:
-        types = policy or (lambda path: fsdp.MixedPrecisionPolicy())
+        types_of = policy or (lambda path: fsdp.MixedPrecisionPolicy())
         full = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
         for path in sorted(units, key=lambda path: -path.count(".") - bool(path)):  # inner ones first, the root last
             if fill is not None:
                 fill(model.get_submodule(path))
-            _shard(model.get_submodule(path), mesh, units[path], types(path))
+            _shard(model.get_submodule(path), mesh, units[path], types_of(path))
         if root is not None:
-            _shard(root, mesh, FullyShard(False), types(""))
+            _shard(root, mesh, FullyShard(False), types_of(""))
         above = model if root is None else root
         self._units: list[Any] = [module for module in above.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
@@ -164,7 +164,7 @@ class ShardedData(ShardedModel):
         mesh: of the ranks that share parameters.
         root: the options of the root.
         policy: as for :class:`ShardedModel`.
-        fill: likewise.
+        fill: as for :class:`ShardedModel`.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class ShardedStages(ShardedModel):
         self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, policy: Policy | None = None
     ) -> None:
         kept = {path: dataclasses.replace(unit, reshard_after_forward=False) for path, unit in units.items()}
-        super().__init__(model, kept, mesh, root=_Root(model), policy=policy)
+        super().__init__(model, kept, mesh, policy=policy, root=_Root(model))
         begin(self._units)
         for unit in self._units:
             unit.set_requires_gradient_sync(False)

@@ -122,7 +122,7 @@ def export(
     parts = divide([(name, bytes_of(*one)) for name, one in tensors.items()], limit)
     names = file_names(len(parts))
     last = INDEX_FILE if len(names) > 1 else names[0]
-    with replacing(output, last=last, stale=stale_weights(output, keep=names)) as place:
+    with replacing(output, last=last, stale=partial(stale_weights, keep=names)) as place:
         for file, part in _progress(list(zip(names, parts, strict=True)), "exporting"):
             writer = SafetensorsWriter(place / file, {name: tensors[name] for name in part}, {"format": "pt"})
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ class _Export:
             with self._writing():
                 if own == 0:
                     names = [name for _, name, _ in files]
-                    stale = stale_weights(self.directory, keep=names)
+                    stale = functools.partial(stale_weights, keep=names)
                     last = INDEX_FILE if len(files) > 1 else names[0]
                     place = stack.enter_context(replacing(self.directory, last=last, stale=stale))
             place = self.world.gather(place)[0]

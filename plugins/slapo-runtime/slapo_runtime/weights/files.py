@@ -10,7 +10,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,13 +28,13 @@ _WRITING = ".checkpoint-writing"
 
 
 @contextlib.contextmanager
-def replacing(directory: Path, *, last: str, stale: Sequence[str] = ()) -> Iterator[Path]:
+def replacing(directory: Path, *, last: str, stale: Callable[[Path], Iterable[str]] | None = None) -> Iterator[Path]:
     """Give a directory for new files, which replace old ones at the end.
 
     Args:
         directory: made if it does not exist; other files in it stay.
         last: the name of the file that every reader reads first.
-        stale: the names of old files that go first, before new ones come into their places.
+        stale: gives the names of old files, which go before new ones come into their places.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _finish(directory, last)
@@ -51,7 +51,7 @@ def replacing(directory: Path, *, last: str, stale: Sequence[str] = ()) -> Itera
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)  # the original error is raised
         raise
-    for name in stale:
+    for name in stale(directory) if stale is not None else ():
         (directory / name).unlink(missing_ok=True)
     _finish(directory, last)
 

@@ -59,7 +59,7 @@ class Materialization:
         self._names: dict[str, str] = {}
         if source is not None:
             self._source, self._names = fitting(self.correspondence.survey, source, schedule.model)
-        self._target = device or _usual_device(schedule, self.correspondence)
+        self.device = device or _usual_device(schedule, self.correspondence)
         self._edit = Internals(schedule).edit()
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._cast: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []  # with their gradients
@@ -211,7 +211,7 @@ class Materialization:
                 return None
             return live.tensor.detach().to(self._device) if moved else None
         shard = self._shard(live, dtype, window)
-        return shard.to(self._target, dtype) if shard is not None else None
+        return shard.to(self.device, dtype) if shard is not None else None
 
     def _shard(self, live: LiveTensor, dtype: torch.dtype, window: Window | None = None) -> torch.Tensor | None:
         """Return this rank's shard, or its window, on its original device."""
