@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import REBUILD
-from slapo_torch.data_options import OWN_OPTIONS, data_ranks, materialize
+from slapo_torch.data_options import OWN_OPTIONS, data_ranks
 from slapo_torch.fully_shard import FullyShard, units_of
 from slapo_torch.precise_engine import PreciseEngine
 from slapo_torch.precision import with_islands
@@ -129,10 +129,8 @@ class TorchEngine(PreciseEngine):
         self._module, self._reason = context.schedule.model, None
         self._sharded: ShardedData | None = None
         self._frozen: tuple[nn.Parameter, ...] = ()  # parameters that DistributedDataParallel never averages
-        self._set_precision(plan, context)
+        is_sharded = self._materialize(plan, context)
         replicas = data_ranks(context.schedule.mesh)
-        is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
-        materialize(context, by_rows=is_sharded and replicas > 1)
         self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1, gathers=True)
         if is_sharded:
             self._shard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from slapo_core import ArgumentError, BuildError, MeshError, Schedule, SealedError
-from slapo_core.layout import start_single_process_group
 from slapo_runtime.correspondence.storage import sharded_over
 from slapo_runtime.state import live_state
 from slapo_torch.data_options import check_shards, data_ranks
@@ -93,7 +93,9 @@ def mesh_of_shards(mesh: Mesh | None, device: torch.device | None = None) -> Dev
     if data_ranks(mesh) == 1:
         kind = device.type if device is not None else "cpu"
         if not dist.is_initialized():
-            start_single_process_group(kind)
+            backend = "gloo" if kind == "cpu" else dist.get_default_backend_for_device(kind)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            atexit.register(_end_process_group)
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return DeviceMesh.from_group(alone, kind, mesh_dim_names=("dp",))
     assert mesh is not None
@@ -102,6 +104,11 @@ def mesh_of_shards(mesh: Mesh | None, device: torch.device | None = None) -> Dev
 
 
 Fill = Callable[[nn.Module], None]
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class ShardedModel:
