@@ -42,7 +42,7 @@ class _Matrix:
     Args:
         live: its shard on this rank.
         mesh: of the schedule.
-        groups: the process groups over which it is split, those of the schedule's layout first.
+        groups: the process groups over which it is split, first those over dimensions of the schedule's layout.
         owner: the rank in each group that steps it.
         own: the full parameter, on its owner: with values during a step, and the key of the optimizer's state.
         is_stepped: whether the present step has a gradient of it.
