@@ -35,7 +35,7 @@ from slapo_runtime.weights.parameter_groups import GroupedFactory
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_runtime.build import UserArguments
-    from slapo_runtime.correspondence.storage import LiveTensor, Placement
+    from slapo_runtime.correspondence.storage import LiveTensor, Placement, Window
     from slapo_runtime.stages.partition import Output, Partition
     from slapo_runtime.weights.materialize import Materialization
     from slapo_runtime.weights.parameter_groups import ParameterGroups
@@ -110,6 +110,7 @@ class BuildContext:
             :meth:`make_optimizer`.
         accumulate: the number of micro-batches of a training step; see :meth:`micro_batches`.
         device: for the model; None leaves the model where it is.
+        model_device: the device of the tensors after the build.
         stage_ranks: the pipeline rank of each stage; empty for one pipeline rank.
         schedules_learning_rate: whether the dialect has taken the user's scheduler, if there is one.
         has_groups_of_parameters: whether an optimizer has the user's parameter groups, if there are any.
@@ -132,6 +133,7 @@ class BuildContext:
         self.accumulate: int = arguments.accumulate
         self.device: torch.device | None = arguments.torch_device()
         self.stage_ranks: tuple[int, ...] = stage_ranks
+        self.model_device: torch.device = values.device
         self._arguments, self._values, self._mesh = arguments, values, schedule.mesh
         self._first = FirstSteps(schedule.mesh, schedule.model, values.state)
         self._loss_call = LossCall(schedule.model, arguments.loss)
@@ -143,17 +145,40 @@ class BuildContext:
         self._groups = groups
         self._originals = {id(tensor): name for name, tensor in values.reference.items()}
 
-    def materialize(self) -> Iterator[LiveTensor]:
+    def materialize(self, *, windows: Callable[[LiveTensor], Window] | None = None) -> Iterator[LiveTensor]:
         """Give the model its values, one tensor after the other, in registration order.
 
         Only for a dialect with ``takes_tensors = True``; it must take them all. Each tensor is in its place in the
         model when it is yielded; temporary memory for it is released before the next one. Tensors of other pipeline
         ranks alone are left out.
 
+        Args:
+            windows: for a runtime that divides parameters by rows: this rank's window of a parameter's local shape. It
+                alone is read, and the parameter has shape, type and device, but no memory until :meth:`fill_windows`.
+                A parameter that is not on the meta device keeps its full values.
+
         Raises:
             WeightsError: the weights do not fit, or a tensor on the meta device cannot be initialized.
         """
-        return self._values.run()
+        return self._values.run(windows)
+
+    def fill_windows(self, module: torch.nn.Module) -> None:
+        """Give a module's parameters without memory their full memory, with the values of this rank's window alone.
+
+        They are other objects then, in all modules inside.
+        """
+        self._values.fill_windows(module)
+
+    def cast_parameters(self, dtype: Callable[[LiveTensor], torch.dtype | None]) -> None:
+        """Cast parameters in place, before the optimizer is made; a failed build restores them.
+
+        Args:
+            dtype: gives a parameter's new type, None to keep it; equal on all ranks, also for placeholders.
+        """
+        for live in self.state.tensors():
+            wanted = dtype(live) if live.is_parameter else None
+            if wanted is not None:
+                self._values.cast(live, wanted)
 
     def make_optimizer(
         self, *, partitioned: bool = False, has_main_weights: bool = False, gathers: bool = False
@@ -311,6 +336,10 @@ class BuildContext:
         except BuildError:
             batches = [example]
         return self._staged(batches, training=True, axes=axes, prepare=prepare)
+
+    def forget_stages(self) -> None:
+        """Make the stages again for each input signature, after hooks or types changed."""
+        self.__dict__.pop("_stages", None)
 
     @functools.cached_property
     def _stages(self) -> StagedModels:

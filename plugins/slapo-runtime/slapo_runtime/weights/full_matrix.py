@@ -23,6 +23,7 @@ from slapo_runtime.correspondence.storage import (
     TorchOptimizer,
     is_distributed,
     sharded_like,
+    sharded_over,
     sharding_groups,
     unsharded,
 )
@@ -42,7 +43,8 @@ class _Matrix:
     Args:
         live: its shard on this rank.
         mesh: of the schedule.
-        groups: the process groups over which it is split, first those over dimensions of the schedule's layout.
+        dims: the mesh dimensions over which it is split, first those in the schedule's layout.
+        groups: their process groups.
         owner: the rank in each group that steps it.
         own: the full parameter, on its owner: with values during a step, and the key of the optimizer's state.
         is_stepped: whether the present step has a gradient of it.
@@ -50,6 +52,7 @@ class _Matrix:
 
     live: LiveTensor
     mesh: Mesh | None
+    dims: tuple[str, ...]
     groups: Sequence[ProcessGroup]
     owner: tuple[int, ...]
     own: torch.nn.Parameter | None = field(init=False, default=None)
@@ -131,12 +134,13 @@ class FullMatrixSteps:
             over = [mesh.group(dim) for dim in dims if mesh is not None]
             groups = [group for group in over if group is not None]
             groups += [group for group, _ in sharding_groups(live.tensor)]
+            dims += sharded_over(live.tensor)
             if groups:
                 ranks = itertools.product(*(range(group.size()) for group in groups))
                 load = loads.setdefault((dims, len(groups)), dict.fromkeys(ranks, 0))
                 owner = min(load, key=load.__getitem__)
                 load[owner] += math.prod(live.layout.shape)
-                found[id(live.tensor)] = _Matrix(live, mesh, groups, owner)
+                found[id(live.tensor)] = _Matrix(live, mesh, dims, groups, owner)
         return found
 
     def own(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
@@ -206,6 +210,10 @@ class FullMatrixStorage(TorchOptimizer):
     def owns_full(self, parameter: torch.Tensor) -> bool | None:
         matrix = self._steps.matrices.get(id(parameter))
         return None if matrix is None else matrix.own is not None
+
+    def partitioned(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        matrix = self._steps.matrices.get(id(parameter))
+        return super().partitioned(parameter) if matrix is None else matrix.dims
 
     def state(self, parameter: torch.Tensor) -> Mapping[str, Any]:
         if id(parameter) not in self._place:
