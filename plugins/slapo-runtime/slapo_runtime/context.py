@@ -20,7 +20,6 @@ from slapo_runtime.batches import (
     micro_batches,
     switch_to_training,
 )
-from slapo_runtime.full_matrix import FullMatrixSteps
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.losses import LossCall, LossWeights, Scales, require_items_read, trained
 from slapo_runtime.private import tree_map_only
@@ -28,6 +27,7 @@ from slapo_runtime.ranks.consistency import FirstSteps
 from slapo_runtime.ranks.world import together
 from slapo_runtime.stages import RankModule, StagedModel
 from slapo_runtime.stages.signatures import StagedModels, require_one_signature
+from slapo_runtime.weights.full_matrix import FullMatrixSteps
 from slapo_runtime.weights.lr_scheduler import make_lr_scheduler
 from slapo_runtime.weights.optimizer import make_optimizer, same_groups, warn_of_lost_updates
 from slapo_runtime.weights.parameter_groups import GroupedFactory

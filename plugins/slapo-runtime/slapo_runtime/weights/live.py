@@ -178,7 +178,7 @@ def parameter_groups(
             patterns that it matches by one of its names; for the same setting, the first one's.
 
     Returns:
-        groups of ``torch.optim``, those of parameters without a match first; frozen parameters are included.
+        groups of ``torch.optim``, first the parameters without a match; frozen parameters are included.
 
     Raises:
         ArgumentError: not a schedule.
