@@ -66,6 +66,8 @@ class TorchRuntime:
 
     def clip_gradients(self) -> torch.Tensor | None:
         """Clip all gradients: a collective; return the norm before, or None."""
+        if self._sharded is not None:
+            self._sharded.reshard()  # a forward without a backward has left full parameters
         return self._context.clip_gradients()
 
     def watch(self, optimizer: torch.optim.Optimizer | None) -> None:
