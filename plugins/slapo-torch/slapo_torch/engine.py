@@ -198,8 +198,8 @@ class TorchEngine(StatefulEngine):
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         if len(batches) > 1:
-            return StepResult(torch.stack(losses).mean(), None, norm)
-        return StepResult(losses[0], output, norm)
+            return self._context.step_result(torch.stack(losses).mean(), None, norm)
+        return self._context.step_result(losses[0], output, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
         if self._runtime is None:

@@ -218,7 +218,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
             self.optimizer.step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
-        return StepResult(loss, None, norm)
+        return self._context.step_result(loss, None, norm)
 
     def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:
         """Run the forwards of all micro-batches.
