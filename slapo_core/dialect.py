@@ -268,15 +268,14 @@ class Engine(Protocol):
         """
         ...
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write weights and optimizer state, in the reference layout, as safetensors: a collective.
+    def save(self, directory: str | os.PathLike[str]) -> Any:
+        """Write a checkpoint of weights and optimizer state, in the reference layout: a collective.
 
-        Replicas are compared first, as by :meth:`check_replicas`. A model that has a ``config`` as transformers' have
-        gets its ``config.json``, so that ``from_pretrained`` reads the directory. The state of torch's generators in
-        each replica is saved too.
+        Replicas are compared first, as by :meth:`check_replicas`. The state of torch's generators in each replica is
+        saved too.
 
         Args:
-            directory: created if missing; a checkpoint in it is replaced entirely.
+            directory: of the checkpoints of all steps; created if missing.
 
         Raises:
             ArgumentError: the directory is ``""``.
@@ -291,7 +290,7 @@ class Engine(Protocol):
         torch's generators go on from the state that this replica (place along ``dp``) saved, if there was one.
 
         Args:
-            directory: as given to ``save``.
+            directory: as given to ``save``, for its newest complete checkpoint; or the directory of one checkpoint.
 
         Raises:
             WeightsError: it holds no complete checkpoint, or one of another model; nothing was changed.

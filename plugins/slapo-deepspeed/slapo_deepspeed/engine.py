@@ -38,6 +38,7 @@ from slapo_runtime.state import ModelState
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
+    from slapo_runtime.checkpoints.saving import PendingSave
     from slapo_runtime.context import BuildContext
     from slapo_runtime.correspondence.storage import LiveTensor
 
@@ -245,6 +246,7 @@ class DeepSpeedEngine(StatefulEngine):
 
     def _trained(self, loss: torch.Tensor, output: Any = None) -> StepResult:
         """Finish a training step and return its result."""
+        self.steps += 1
         self._external_changes.note()
         self._unused.step_is_over()
         self._context.training_is_over()
@@ -261,9 +263,11 @@ class DeepSpeedEngine(StatefulEngine):
 
     # -- state; documented in slapo_core/engine.py -------------------------------------------------------
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save(
+        self, directory: str | os.PathLike[str], *, keep: int | None = None, asynchronous: bool = False
+    ) -> PendingSave | None:
         refuse_unsaved(self._unsaved)
-        super().save(directory)
+        return super().save(directory, keep=keep, asynchronous=asynchronous)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         refuse_unsaved(self._unsaved)

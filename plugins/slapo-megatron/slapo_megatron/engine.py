@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_megatron.marks import Marks
     from slapo_megatron.runtime import Megatron
+    from slapo_runtime.checkpoints.saving import PendingSave
     from slapo_runtime.context import BuildContext
 
 
@@ -143,6 +144,7 @@ class MegatronEngine(StatefulEngine):
             an overflow.
         """
         is_stepped, norm, _ = self.megatron.optimizer.step()
+        self.steps += 1
         self._ignore_backward()
         self._external_changes.note()
         if not is_stepped:
@@ -177,9 +179,11 @@ class MegatronEngine(StatefulEngine):
         self._settle()
         super().check_replicas(repair=repair)
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save(
+        self, directory: str | os.PathLike[str], *, keep: int | None = None, asynchronous: bool = False
+    ) -> PendingSave | None:
         self._settle("save")
-        super().save(directory)
+        return super().save(directory, keep=keep, asynchronous=asynchronous)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         self._settle("load")

@@ -66,11 +66,12 @@ def build(
         target: the dialect, e.g. ``"torch"``.
         optimizer: a factory of the optimizer, called with the list of the engine's parameters, e.g.
             ``lambda params: torch.optim.AdamW(params, lr=1e-4)``. Without one the engine can only evaluate.
-        weights: full weights with the reference model's names: a directory with safetensors files, one such file, or
-            a mapping. Files in the published format of a transformers model whose names and shapes differ from its
-            modules' are read by its ``from_pretrained``, with the entire model in each process's memory. Without
-            weights real tensors are used as they are, and tensors on the meta device are initialized by the model's
-            own initialization, to the same full values under every schedule.
+        weights: full weights with the reference model's names: a directory with safetensors files, one such file, a
+            checkpoint of ``engine.save``, or a mapping. A rank reads its own shards from files. Files in the published
+            format of a transformers model whose names and shapes differ from its modules' are read by its
+            ``from_pretrained``, with the entire model in each process's memory. Without weights real tensors are used
+            as they are, and tensors on the meta device are initialized by the model's own initialization, to the same
+            full values under every schedule.
         loss: ``loss(output, batch)``, a scalar tensor; default: the output's ``loss``. With it, a batch may hold more
             than the arguments of the model's forward, for the loss.
         max_grad_norm: largest L2 norm of all gradients over all ranks; larger ones are scaled down.
@@ -169,6 +170,8 @@ class _Build:
             target = BuildTarget(name, schedule)
             plan = target.plan(schedule, config, arguments.for_plan())
             source = open_source(arguments.weights) if arguments.weights is not None else None
+            if source is not None:
+                source.check_files(part=(world.index, world.size))
         with world.together("mapping the tensors of the model"):
             values = Materialization(schedule, source, device=arguments.torch_device(), seed=arguments.seed)
         agree(world, schedule, arguments, plan, source, values.reference)

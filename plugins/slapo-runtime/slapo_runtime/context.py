@@ -32,7 +32,7 @@ from slapo_runtime.weights.optimizer import make_optimizer, same_groups, warn_of
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_runtime.build import UserArguments
-    from slapo_runtime.correspondence.storage import LiveTensor, Placement
+    from slapo_runtime.correspondence.storage import LiveTensor, Placement, Window
     from slapo_runtime.stages.partition import Output, Partition
     from slapo_runtime.weights.materialize import Materialization
     from slapo_runtime.weights.state import ModelState
@@ -131,28 +131,36 @@ class BuildContext:
         self.schedules_learning_rate = arguments.lr_scheduler is None
         self._originals = {id(tensor): name for name, tensor in values.reference.items()}
 
-    def materialize(self) -> Iterator[LiveTensor]:
+    def materialize(
+        self,
+        *,
+        windows: Callable[[LiveTensor], Window] | None = None,
+        dtype: Callable[[LiveTensor], torch.dtype | None] | None = None,
+    ) -> Iterator[LiveTensor]:
         """Give the model its values, one tensor after the other, in registration order.
 
         Only for a dialect with ``takes_tensors = True``; it must take them all. Each tensor is in its place in the
         model when it is yielded; temporary memory for it is released before the next one. Tensors of other pipeline
         ranks alone are left out.
 
+        Args:
+            windows: for a runtime that divides parameters by rows: this rank's window of a parameter's local shape. It
+                alone is read, and the parameter has shape, type and device, but no memory until :meth:`fill_windows`.
+                A parameter that is not on the meta device keeps its full values.
+            dtype: for a runtime that stores parameters in another type: gives it, equal on all ranks; None keeps a
+                parameter's own.
+
         Raises:
             WeightsError: the weights do not fit, or a tensor on the meta device cannot be initialized.
         """
-        return self._values.run()
+        return self._values.run(windows, dtype)
 
-    def cast_parameters(self, dtype: Callable[[LiveTensor], torch.dtype | None]) -> None:
-        """Cast parameters in place, before the optimizer is made; a failed build restores them.
+    def fill_windows(self, module: torch.nn.Module) -> None:
+        """Give a module's parameters without memory their full memory, with the values of this rank's window alone.
 
-        Args:
-            dtype: gives a parameter's new type, None to keep it; equal on all ranks, also for placeholders.
+        They are other objects then, in all modules inside.
         """
-        for live in self.state.tensors():
-            wanted = dtype(live) if live.is_parameter else None
-            if wanted is not None:
-                self._values.cast(live, wanted)
+        self._values.fill_windows(module)
 
     def make_optimizer(
         self, *, partitioned: bool = False, has_main_weights: bool = False

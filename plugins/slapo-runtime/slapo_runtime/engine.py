@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from slapo_core.layout import Mesh
+    from slapo_runtime.checkpoints.saving import PendingSave, Stateful
     from slapo_runtime.context import BuildContext
     from slapo_runtime.correspondence.storage import LiveTensor, OptimizerStorage, TensorStorage
     from slapo_runtime.weights.state import ModelState
@@ -34,11 +35,14 @@ class StatefulEngine:
         optimizer: None where the engine only evaluates, or is closed.
         lr_scheduler: the user's scheduler of the learning rate, which steps after each step of the optimizer; None
             without one.
+        steps: the number of training steps, of the checkpoint that was loaded too; ``train_step`` and manual loops
+            increment it.
         _state: ``context.state``.
     """
 
     optimizer: Any
     lr_scheduler: Any = None
+    steps: int = 0
     _state: ModelState
     _reason: str | None = None  # why it is closed
 
@@ -52,13 +56,86 @@ class StatefulEngine:
     def check_replicas(self, *, repair: bool = False) -> None:
         self._state.check_replicas(optimizer=self._kept_optimizer(), repair=repair)
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        self._state.save(directory, optimizer=self._kept_optimizer(), runtime=self._runtime_state())
+    def save(
+        self, directory: str | os.PathLike[str], *, keep: int | None = None, asynchronous: bool = False
+    ) -> PendingSave | None:
+        """Write a checkpoint into ``directory/step-<steps>``: a collective; every rank writes its own shards.
+
+        It is complete, or never loaded. Replicas are compared first, as by :meth:`check_replicas`. The state of
+        torch's generators in each replica and of attached objects is saved too.
+
+        Args:
+            directory: of the checkpoints of all steps, on a file system that all ranks share; made if it does not
+                exist.
+            keep: the number of complete checkpoints to keep, e.g. 3; None keeps all.
+            asynchronous: return once the values are copied into shared memory; a worker process of each rank writes
+                them. The next ``save`` and ``load`` wait for it.
+
+        Returns:
+            with ``asynchronous``, an object with ``done`` and ``wait()``, a collective that raises errors of writing;
+            else None.
+
+        Raises:
+            ArgumentError: the directory is ``""``, or ``keep`` is not positive.
+            ReplicaError: replicas differ between ranks; the checkpoint is complete, with the first rank's values.
+            BuildError: the optimizer holds a value that a checkpoint cannot store, or writing failed, on every rank;
+                earlier checkpoints are intact.
+        """
+        state = self._state
+        state.saving.steps = self.steps
+        optimizer, runtime = self._kept_optimizer(), self._runtime_state()
+        return state.save(directory, optimizer=optimizer, runtime=runtime, keep=keep, asynchronous=asynchronous)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        self._load_runtime_state(
-            self._state.load(directory, optimizer=self._kept_optimizer(), uses=self._loaded_names())
-        )
+        """Load a checkpoint of this or any other schedule, target and number of ranks: a collective.
+
+        Args:
+            directory: as given to ``save``, for its newest complete checkpoint; or one step's directory.
+
+        Raises:
+            WeightsError: it holds no complete checkpoint, or one of another model; nothing was changed.
+            BuildError: it has no optimizer state, or one that does not fit; nothing was changed.
+        """
+        state = self._state
+        self._load_runtime_state(state.load(directory, optimizer=self._kept_optimizer(), uses=self._loaded_names()))
+        self.steps = state.saving.steps
+
+    def attach(self, name: str, stateful: Stateful) -> None:
+        """Save and resume an object with the engine, e.g. a sampler.
+
+        Args:
+            name: in the checkpoints.
+            stateful: with ``state_dict()`` of JSON values, the same on every rank, and ``load_state_dict(state)``.
+
+        Raises:
+            ArgumentError: the name is taken, or the object lacks these methods.
+        """
+        self._state.saving.attach(name, stateful)
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the weights as safetensors files with the reference model's names: a collective.
+
+        ``from_pretrained(directory)`` of transformers and ``build(sch, weights=directory)`` read them. Every rank
+        assembles and writes some of the tensors, one at a time; tied tensors are written under each name. The files
+        come into their places when all are complete, the index last; other files in the directory stay.
+
+        Args:
+            directory: made if it does not exist; on a file system that all ranks share.
+            max_shard_size: the largest file, in bytes, or as in ``"5GB"``; a larger tensor has its own file.
+            dtype: of floating-point tensors; None: the reference model's.
+
+        Raises:
+            ArgumentError: an invalid size or type.
+            ReplicaError: replicas of a tensor differ; nothing was written.
+            BuildError: writing failed, on every rank; former files stay.
+        """
+        self._state.export(directory, max_shard_size=max_shard_size, dtype=dtype)
 
     # -- for a runtime that keeps values elsewhere ------------------------------------------------------------
 

@@ -107,6 +107,28 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def file_view(file: Any, at: int, length: int) -> Any:
+    """Return a range of an open file as a file of its own."""
+    from torch.distributed.checkpoint.utils import _create_file_view
+
+    return _create_file_view(file, at, length)
+
+
+def storage_info(file: str, at: int, length: int) -> Any:
+    """Return the place of a tensor in a checkpoint, as readers of ``torch.distributed.checkpoint`` expect it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, at, length)
+
+
+def local_window(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the offset of this rank's shard of a DTensor, without communication."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
 _OUTPUTS = "transformers.utils.output_capturing"
 """The module that adds ``hidden_states`` and ``attentions`` to outputs, by hooks from the first such call on."""
 

@@ -167,6 +167,7 @@ class SlicedEngine(StatefulEngine):
         for parameter in slices.parameters:
             slices.let_go(parameter)
         self.ticks += 1
+        self.steps += 1
         return slapo.StepResult(loss.detach(), output)
 
     def eval_step(self, batch: Any) -> Any:

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import slapo_core as slapo
+from slapo_runtime.checkpoints.reader import CheckpointSource
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.sources import SafetensorsSource
 from tests.messages import Messages
 from tests.support.building import adam, batches, real, split
+from tests.support.checkpoints import newest
 
 MESHES: dict[int, dict[str, int] | None] = {1: None, 2: {"tp": 2}}
 
@@ -49,18 +50,28 @@ def same(a: list[Any], b: list[Any]) -> bool:
 
 
 @contextmanager
-def reading_fails_at(count: int) -> Iterator[None]:
-    read, done = SafetensorsSource.read, [0]
+def reading_fails_at(broken: str) -> Iterator[None]:
+    fill = CheckpointSource.fill
 
-    def failing(self: Any, name: str, *args: Any) -> torch.Tensor:
-        done[0] += 1
-        if done[0] == count:
+    def failing(self: Any, name: str, *args: Any) -> None:
+        if name == broken:
             raise OSError(f"the disk is gone at {name}")
-        return read(self, name, *args)
+        fill(self, name, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SafetensorsSource, "read", failing)
+        patch.setattr(CheckpointSource, "fill", failing)
         yield
+
+
+@contextmanager
+def truncated(directory: str) -> Iterator[None]:
+    file = newest(Path(directory)) / "__0_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    try:
+        yield
+    finally:
+        file.write_bytes(content)
 
 
 @contextmanager
@@ -84,8 +95,9 @@ def load_with_faults(directory: str, world_size: int, faulty_rank: int) -> list[
     before = own_state(engine)
     is_faulty = world_size == 1 or torch.distributed.get_rank() == faulty_rank
     found = []
-    faults: list[Callable[[], Any]] = [lambda count=count: reading_fails_at(count) for count in (1, 3, 4, 7)]
-    faults.append(lambda: optimizer_refuses(engine))
+    moments = ("fc1.bias::exp_avg", "fc2.weight::step")
+    faults: list[Callable[[], Any]] = [lambda name=name: reading_fails_at(name) for name in moments]
+    faults += [lambda: optimizer_refuses(engine), lambda: reading_fails_at("fc2.weight")]
     for fault in faults:
         try:
             if is_faulty:
@@ -98,6 +110,7 @@ def load_with_faults(directory: str, world_size: int, faulty_rank: int) -> list[
             found.append(f"{type(error).__name__}: {error}")
         if not same(own_state(engine), before):
             found.append("changed")
+    before = own_state(engine)
     state = {key: tensor + 1 for key, tensor in engine.state_dict().items()}
     if is_faulty:
         del state["fc2.weight"]
@@ -107,6 +120,8 @@ def load_with_faults(directory: str, world_size: int, faulty_rank: int) -> list[
         found.append(f"{type(error).__name__}: {error.message}")
     if not same(own_state(engine), before):
         found.append("changed")
+    train(engine, 1)
+    before = own_state(engine)
     engine.load(directory)
     if same(own_state(engine), before):
         found.append("not loaded")
@@ -114,39 +129,61 @@ def load_with_faults(directory: str, world_size: int, faulty_rank: int) -> list[
 
 
 FAULTS = [
-    "OSError: the disk is gone at fc1.weight",
-    "OSError: the disk is gone at fc2.weight",
     "OSError: the disk is gone at fc1.bias::exp_avg",
-    "OSError: the disk is gone at fc1.weight::exp_avg",
+    "OSError: the disk is gone at fc2.weight::step",
     "RuntimeError: not this state",
+    "WeightsError: the checkpoint 'TMP/step-00000003' was loaded in part, because reading it failed: the disk is gone "
+    "at fc2.weight\n  hint: engine.load(directory) of a whole checkpoint, before the next step",
 ]
 
 
-def test_a_load_that_fails_anywhere_changes_nothing(tmp_path: Path, message: Messages) -> None:
+def test_a_load_that_fails_anywhere_changes_nothing_or_says_so(tmp_path: Path, message: Messages) -> None:
     engine = engine_on(1)
     train(engine, 3)
     engine.save(tmp_path)
-    *faults, missing = load_with_faults(str(tmp_path), 1, 0)
-    assert faults == FAULTS
+    *faults, changed, missing = load_with_faults(str(tmp_path), 1, 0)
+    assert [fault.replace(str(tmp_path), "TMP") for fault in faults] == FAULTS
+    assert changed == "changed"
     message(missing, "WeightsError", "missing: fc2.weight (4, 8)")
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("faulty_rank", [0, 1])
-def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(
-    tmp_path: Path, faulty_rank: int, message: Messages
-) -> None:
+def test_a_load_that_fails_on_one_rank_fails_on_all(tmp_path: Path, faulty_rank: int, message: Messages) -> None:
     engine = engine_on(1)
     train(engine, 3)
     engine.save(tmp_path)
     found = run_ranks(load_with_faults, str(tmp_path), 2, faulty_rank, world_size=2)
-    *faults, missing = found[faulty_rank]
+    *faults, changed, missing = (text.replace(str(tmp_path), "TMP") for text in found[faulty_rank])
     assert faults == FAULTS
+    assert changed == "changed"
     assert missing.startswith("WeightsError: ")
     assert missing.endswith("  - missing: fc2.weight (4, 8)")
-    for text, fault in zip(found[1 - faulty_rank], [*faults, missing], strict=True):
+    others = [text for text in found[1 - faulty_rank] if text != "changed"]
+    for text, fault in zip(others, [*faults, missing], strict=True):
         assert text.startswith("BuildError: ")
-        message(text, f" failed on rank {faulty_rank}: {fault}")
+        message(text, f" failed on rank {faulty_rank}: {fault.partition(chr(10) + '  hint')[0]}")
+
+
+def load_with_a_truncated_file(directory: str) -> tuple[str, bool]:
+    engine = engine_on(2)
+    train(engine, 1)
+    before = own_state(engine)
+    try:
+        engine.load(directory)
+    except slapo.BuildError as error:
+        return f"{type(error).__name__}: {error.message}", same(own_state(engine), before)
+    return "loaded", False
+
+
+@pytest.mark.ranks
+def test_a_truncated_file_is_refused_on_every_rank_before_anything_changes(tmp_path: Path) -> None:
+    engine = engine_on(1)
+    engine.save(tmp_path)
+    with truncated(str(tmp_path)):
+        for text, unchanged in run_ranks(load_with_a_truncated_file, str(tmp_path), world_size=2):
+            assert "__0_0.distcp is damaged: it holds " in text
+            assert unchanged
 
 
 @contextmanager
@@ -176,24 +213,20 @@ def recorded(directory: Path, into: Path) -> Iterator[list[Path]]:
         active[0] = False
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
-
-
-@pytest.mark.parametrize("is_first", [True, False], ids=["first", "over another"])
-def test_a_save_interrupted_anywhere_leaves_the_checkpoint_before_or_the_new_one(
-    tmp_path: Path, is_first: bool
-) -> None:
+@pytest.mark.parametrize("before", ["nothing", "an older step", "the same step"])
+def test_a_save_interrupted_anywhere_leaves_the_checkpoint_before_or_the_new_one(tmp_path: Path, before: str) -> None:
     place, probe = tmp_path / "run", engine_on(1)
     engine = engine_on(1)
     train(engine, 1)
-    if not is_first:
+    if before != "nothing":
         engine.save(place)
         (place / "notes.txt").write_text("the user's own")
     old = own_state(engine)
     train(engine, 2)
+    if before == "the same step":
+        engine.steps = 1
     with recorded(place, tmp_path / "states") as states:
-        engine.save(place)
+        engine.save(place, keep=1)
     new = own_state(engine)
     states.append(place)
     assert len(states) > 8
@@ -210,32 +243,14 @@ def test_a_save_interrupted_anywhere_leaves_the_checkpoint_before_or_the_new_one
             all(torch.equal(weights[name], one) for name, one in zip(weights, values, strict=False))
             for values in (old, new)
         )
-    before = "none" if is_first else "old"
+    earlier = "none" if before == "nothing" else "old"
     turn = outcomes.index("new")
-    assert outcomes == [before] * turn + ["new"] * (len(states) - turn)
-    assert 0 < turn < len(states) - 3  # a crash in the middle of moving the files was among them
+    assert outcomes == [earlier] * turn + ["new"] * (len(states) - turn)
+    assert 3 < turn < len(states) - 2  # a crash after the manifest was among them
     for state in states:  # and the next save is whole again, and leaves nothing behind
-        engine.save(state)
+        engine.save(state, keep=1)
         probe.load(state)
         assert same(own_state(probe), new)
-        kept = [] if is_first else ["notes.txt"]
-        assert sorted(file.name for file in state.iterdir()) == sorted(
-            ["checkpoint.json", "model.safetensors", "optimizer.safetensors", *kept]
-        )
-
-
-def test_failed_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_on(1)
-    train(engine, 1)
-    engine.save(tmp_path)
-    before = contents(tmp_path)
-    train(engine, 1)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr("slapo_runtime.weights.checkpoint.json.dumps", full)
-    with pytest.raises(OSError, match=r"^no space left$"):
-        engine.save(tmp_path)
-    assert contents(tmp_path) == before
-    assert all(file.is_file() for file in tmp_path.iterdir())
+        kept = [] if before == "nothing" else ["notes.txt"]
+        assert sorted(file.name for file in state.iterdir()) == [*kept, f"step-{engine.steps:08d}"]
+        assert sorted(file.name for file in newest(state).iterdir()) == [".metadata", "__0_0.distcp", "checkpoint.json"]

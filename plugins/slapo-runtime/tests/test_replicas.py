@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from slapo_runtime.launcher import run_ranks
 from slapo_runtime.ranks.world import ranks_along
 from slapo_runtime.replicas import Replica, align_replicas, check_replicas, replicas_of
 from tests.support.building import Split, real, split
+from tests.support.checkpoints import described
 
 
 class Counting(nn.Module):
@@ -173,5 +173,5 @@ def test_replicas_that_differ_are_saved_with_the_first_one_s_values(tmp_path: Pa
         assert found["apart export"][0][3] == str(tmp_path / "apart-export")
         assert found["apart state_dict"][0][5] == [1.0 + rank] * 6
         assert found["rounding loaded"] == found["apart loaded"] == [1.0] * 6
-    assert "replicas" in json.loads((tmp_path / "apart" / "checkpoint.json").read_text(encoding="utf-8"))
+    assert "replicas" in described(tmp_path / "apart")
     assert load_file(tmp_path / "apart-export" / "model.safetensors")["norm.weight"].tolist() == [1.0] * 6

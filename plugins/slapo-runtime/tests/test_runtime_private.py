@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from datetime import timedelta
 from pathlib import Path
@@ -86,6 +87,28 @@ def test_modules_convert_their_tensors_in_place() -> None:
     module = nn.Linear(2, 3)
     assert private.apply_to_tensors(module, lambda tensor: tensor.double()) is module
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float64}
+
+
+@pytest.mark.ranks
+def test_shards_of_distributed_tensors_know_their_rows() -> None:
+    assert run_ranks(_rows, world_size=2, timeout=60.0) == [((2, 2), (0, 0)), ((1, 2), (2, 0))]
+
+
+def _rows() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return private.local_window(distribute_tensor(torch.ones(3, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))
+
+
+def test_a_range_of_a_file_is_a_file() -> None:
+    view = private.file_view(io.BytesIO(b"0123456789"), 2, 5)
+    assert (view.read(3), view.tell(), view.read(), view.seek(0), view.read(1)) == (b"234", 3, b"56", 2, b"2")
+
+
+def test_places_of_tensors_in_checkpoints_are_those_of_torch() -> None:
+    place = private.storage_info("__0_0.distcp", 3, 5)
+    assert (place.relative_path, place.offset, place.length) == ("__0_0.distcp", 3, 5)
 
 
 @pytest.mark.ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
+from slapo_runtime.checkpoints.reader import Part
 from slapo_runtime.launcher import run_ranks
 from slapo_runtime.weights.optimizer_groups import RankState, StateTensor, merge
+from tests.support.checkpoints import described, stored
 from tests.support.staged import Sizes, batch, build, in_turn, scheduled
 
 MESHES: dict[str, Sizes | None] = {
@@ -70,9 +70,11 @@ def copy_all(engine: Any, name: str, directory: str) -> None:
 
 
 def contents(directory: Path) -> tuple[dict[str, Any], Any]:
-    files = ("model.safetensors", "optimizer.safetensors")
-    tensors = {f"{file}/{key}": tensor for file in files for key, tensor in load_file(directory / file).items()}
-    return tensors, json.loads((directory / "checkpoint.json").read_text())["optimizer"]
+    tensors = {f"{part}/{key}": one for part in PARTS for key, one in stored(directory, part).items()}
+    return tensors, described(directory)["optimizer"]
+
+
+PARTS: tuple[Part, Part] = ("model", "optimizer")
 
 
 @pytest.mark.breadth
@@ -102,7 +104,7 @@ def test_a_stage_that_is_left_out_is_missed(tmp_path: Path) -> None:
     """The comparison above sees it, and so does whoever loads."""
     engine = engine_on(None)
     train_and_save(engine, "plain", str(tmp_path))
-    saved = load_file(tmp_path / "plain" / "model.safetensors")
+    saved = stored(tmp_path / "plain")
     lost = {key: tensor for key, tensor in saved.items() if not key.startswith("blocks.3.")}
     with pytest.raises(slapo.WeightsError, match=r"missing: blocks\.3\.norm\.weight"):
         engine.state.load_state_dict(lost)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,13 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 import slapo_core as slapo
+from slapo_runtime.checkpoints.manifest import newest_checkpoint
+from slapo_runtime.checkpoints.reader import CheckpointSource
 from slapo_runtime.launcher import run_ranks
 from slapo_runtime.weights.optimizer_state import OptimizerState
-from slapo_runtime.weights.sources import SafetensorsSource
 from tests.messages import Messages
+from tests.support.checkpoints import described, stored
 from tests.support.staged import batch, chain, scheduled
 
 from .sliced_runtime import Slices, sliced
@@ -76,11 +77,10 @@ def test_masters_are_saved_beside_the_models_own_types_and_loaded(target: str, t
     before = {key: master.detach().clone() for key, master in enumerate(engine.slices.masters.values())}
     engine.save(tmp_path)
     assert {value.dtype for value in engine.state_dict().values()} == {torch.float32}
-    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
-    trained = load_file(tmp_path / "trained.safetensors")
-    assert {value.dtype for value in trained.values()} == {torch.float64}
-    assert "embed.weight" in trained
-    assert "frozen" not in trained
+    types = {name: value.dtype for name, value in stored(tmp_path).items()}
+    assert types.pop("frozen") == torch.float32
+    assert {*types.values()} == {torch.float32, torch.float64}  # buffers, and masters
+    assert types["embed.weight"] == torch.float64
     wanted = train(engine, 2, 4)
 
     other = engine_on(target, seed=5)
@@ -89,9 +89,6 @@ def test_masters_are_saved_beside_the_models_own_types_and_loaded(target: str, t
     loaded = dict(enumerate(other.slices.masters.values()))
     assert all(torch.equal(loaded[key], value) for key, value in before.items()), "rounded on the way"
     assert all(torch.equal(value, wanted[name]) for name, value in train(other, 2, 4).items())
-    train(engine_on("torch"), 0, 1)  # a checkpoint without wider types takes the file away
-    engine_on("torch").save(tmp_path)
-    assert not (tmp_path / "trained.safetensors").exists()
 
 
 def test_target_without_main_weights_reads_the_checkpoint(tmp_path: Path, message: Messages) -> None:
@@ -102,7 +99,7 @@ def test_target_without_main_weights_reads_the_checkpoint(tmp_path: Path, messag
     message(said(plain.load, tmp_path), "unknown to this engine: clock")
     assert far(train(plain, 2, 4), train(engine, 2, 4)) == []
     plain.save(tmp_path)
-    assert "runtime" not in json.loads((tmp_path / "checkpoint.json").read_text())
+    assert described(tmp_path)["runtime"] == {}
     again = engine_on("forgetting", seed=6)
     assert said(again.load, tmp_path) == "fine"
     assert far(train(again, 4, 6), train(plain, 4, 6)) == []
@@ -123,24 +120,31 @@ def test_runtime_state_is_saved_as_data_and_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_load_that_fails_changes_nothing(tmp_path: Path) -> None:
+@contextmanager
+def reading_fails_at(broken: str) -> Iterator[None]:
+    read = CheckpointSource.read
+
+    def failing(self: Any, name: str, *rest: Any) -> torch.Tensor:
+        if name == broken:
+            raise OSError("the disk is gone")
+        return read(self, name, *rest)
+
+    with mock.patch.object(CheckpointSource, "read", failing):
+        yield
+
+
+def test_a_load_that_fails_changes_nothing_or_says_so(tmp_path: Path) -> None:
     engine = engine_on("forgetting")
     train(engine, 0, 2)
     engine.save(tmp_path)
     other = engine_on("forgetting", seed=5)
     before = train(other, 0, 1)
-    for broken in ("blocks.3.down.weight", "blocks.3.down.weight::exp_avg_sq"):
-        read = SafetensorsSource.read
-
-        def failing(self: Any, name: str, *rest: Any, broken: str = broken, read: Any = read) -> torch.Tensor:
-            if name == broken:
-                raise OSError("the disk is gone")
-            return read(self, name, *rest)  # type: ignore[no-any-return]
-
-        with mock.patch.object(SafetensorsSource, "read", failing):
-            assert said(other.load, tmp_path) == "OSError: the disk is gone"
+    with reading_fails_at("blocks.3.down.weight::exp_avg_sq"):
+        assert said(other.load, tmp_path) == "OSError: the disk is gone"
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     moments = [state["exp_avg"].clone() for state in other.slices.inner.state.values()]
+    with reading_fails_at("blocks.3.down.weight"):
+        assert "was loaded in part" in said(other.load, tmp_path)
     other.load(tmp_path)
     loaded = [state["exp_avg"] for state in other.slices.inner.state.values()]
     assert not any(torch.equal(one, two) for one, two in zip(moments, loaded, strict=True))
@@ -154,7 +158,7 @@ def test_parameters_that_differ_from_main_weights_are_named(tmp_path: Path) -> N
     text = said(engine.save, tmp_path)
     assert text.startswith("RankMismatchError: 'blocks.1.up.weight' no longer matches ")
     assert "engine.load_state_dict(state)" in text
-    assert not (tmp_path / "checkpoint.json").exists()
+    assert newest_checkpoint(tmp_path) is None
     assert "restored from the main copies" in said(engine.check_replicas, repair=True)
     assert said(engine.check_replicas) == "fine"
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
@@ -250,7 +254,7 @@ def test_slices_over_replicas_of_a_split_model(tmp_path: Path) -> None:
             assert all(word in checked and word in saved for word in more)
             assert repaired != "fine"
             assert again == "fine", again
-    assert (tmp_path / "no" / "checkpoint.json").exists(), "with the values of the first rank"
+    assert newest_checkpoint(tmp_path / "no") is not None, "with the values of the first rank"
     for target in ("sliced", "forgetting"):
         other = engine_on("torch", seed=5)
         with pytest.warns(UserWarning, match="clock"):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
+from slapo_runtime.correspondence.storage import Window
 from slapo_torch.fully_shard import FullyShard, is_reshard, marked_units, repeated_blocks, shared_names, tie, units_of
-from slapo_torch.precision import OPTIONS as OF_PRECISION
-from slapo_torch.precision import PRESETS, with_islands
+from slapo_torch.precision import OPTIONS as OF_PRECISION, PRESETS, with_islands
 from slapo_torch.private import has_gradient_hooks
 
 if TYPE_CHECKING:
+    import torch
+
     from slapo_core import Mesh, Schedule
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 OF_REPLICAS: dict[str, Any] = {"find_unused_parameters": False, "gradient_as_bucket_view": True, "bucket_cap_mb": 25}
 """Options of DistributedDataParallel that have another default here, or that pipelines have, too."""
@@ -27,6 +31,30 @@ OWN_OPTIONS = ("batch_axes", "data_parallel", *OF_SHARDS, *OF_PRECISION)
 def data_ranks(mesh: Mesh | None) -> int:
     """Return the number of ranks that see other samples of a batch: ``dp_replicate`` x ``dp``."""
     return mesh.size("dp_replicate") * mesh.size("dp") if mesh is not None else 1
+
+
+def materialize(
+    context: BuildContext, *, by_rows: bool = False, dtype: Callable[[LiveTensor], torch.dtype | None] | None = None
+) -> None:
+    """Give the model its values.
+
+    Args:
+        context: from ``build``.
+        by_rows: whether of each parameter only this rank's rows along ``dp`` are read.
+        dtype: as for ``context.materialize``.
+    """
+    mesh = context.schedule.mesh
+
+    def window(live: LiveTensor) -> Window:
+        assert mesh is not None
+        rows, *rest = live.tensor.shape
+        length = -(-rows // mesh.size("dp"))  # as fully_shard divides them
+        start = min(mesh.rank("dp") * length, rows)
+        return Window((min(length, rows - start), *rest), (start, *(0 for _ in rest)))
+
+    with context.together("materializing the model"):
+        for _ in context.materialize(windows=window if by_rows else None, dtype=dtype):
+            pass
 
 
 def options_of_replicas() -> frozenset[str]:
@@ -83,11 +111,6 @@ def _check_mesh(mesh: Mesh) -> None:
             "sharded",
             hint=f'mesh={{"dp": {data_ranks(mesh)}}}',
         )
-    if mesh.size("dp_replicate") > 1 and mesh.size("pp") > 1:
-        raise BuildError(
-            f"the mesh {mesh} has several ranks along both 'dp_replicate' and 'pp': stages are sharded over 'dp' only",
-            hint=f'mesh={{"pp": {mesh.size("pp")}, "dp": {data_ranks(mesh)}, ...}}',
-        )
     dims = list(mesh.sizes)
     if mesh.size("dp_replicate") > 1 and dims.index("dp_replicate") > dims.index("dp"):
         raise BuildError(
@@ -135,7 +158,6 @@ def data_steps(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
         over += f", replicated over 'dp_replicate' ({mesh.size('dp_replicate')})"
     if is_cut:
         yield f"{over}: the modules that each stage calls, gathered once and their gradients reduced once in a step"
-        yield "parameters of modules above the cuts, and parameters tied across stages, stay full on each replica"
         return
     units = units_of(schedule, reshard_after_forward=options["reshard_after_forward"])
     units = with_islands(schedule, units, options)

@@ -72,6 +72,7 @@ class TorchDialect(Dialect):
     name: ClassVar[str] = "torch"
     supports: ClassVar[frozenset[str]] = frozenset({"dp", "dp_replicate", "pp", "tp"})
     accumulates: ClassVar[bool] = True
+    takes_tensors: ClassVar[bool] = True
 
     def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
         mesh = schedule.mesh

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_runtime.context import BuildContext
     from slapo_runtime.state import ModelState
+    from slapo_torch.precision import ModelPrecision
     from slapo_torch.sharded_data import ShardedData
 
 
@@ -33,14 +34,21 @@ class TorchRuntime:
 
         for number, inputs in enumerate(micro_batches, start=1):
             with engine.torch.no_sync() if number < len(micro_batches) else contextlib.nullcontext():
-                (engine.torch.module(**inputs).loss / len(micro_batches)).backward()
+                with engine.torch.lowered():
+                    loss = engine.torch.module(**inputs).loss / len(micro_batches)
+                loss.backward()
         engine.torch.clip_gradients()
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
+    With ``precision="fp16-mixed"`` use ``engine.scaler`` as torch's: ``engine.scaler.scale(loss).backward()``; before
+    clipping ``engine.scaler.unscale_(engine.optimizer)``, a collective; then its ``step(engine.optimizer)`` and
+    ``update()``.
+
     Args:
         module: see below.
         context: from ``build``.
+        precision: of the model.
         sharded: the model's shards under ``fully_shard``; None without.
 
     Attributes:
@@ -48,8 +56,14 @@ class TorchRuntime:
             several replicas (``dp``), else ``engine.module`` itself, whose gradients are of this rank's samples alone.
     """
 
-    def __init__(self, module: nn.Module, context: BuildContext, sharded: ShardedData | None = None) -> None:
-        self.module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        context: BuildContext,
+        precision: ModelPrecision,
+        sharded: ShardedData | None = None,
+    ) -> None:
+        self.module, self._precision = module, precision
         self._context, self._sharded = context, sharded
         self._handles: list[Any] = []
         self._is_averaged = False
@@ -65,6 +79,10 @@ class TorchRuntime:
         if isinstance(self.module, DistributedDataParallel):
             return self.module.no_sync()  # type: ignore[no-any-return]
         return contextlib.nullcontext()
+
+    def lowered(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute forward and loss in the precision: torch.autocast, where the model does not cast itself."""
+        return self._precision.forward()
 
     def clip_gradients(self) -> torch.Tensor | None:
         """Clip all gradients: a collective; return the norm before, or None."""
@@ -111,17 +129,15 @@ class TorchEngine(PreciseEngine):
         self._module, self._reason = context.schedule.model, None
         self._sharded: ShardedData | None = None
         self._frozen: tuple[nn.Parameter, ...] = ()  # parameters that DistributedDataParallel never averages
-        self._set_precision(plan, context)
-        replicas = data_ranks(context.schedule.mesh)
-        is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
-        self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1)
+        is_sharded = self._materialize(plan, context)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded and data_ranks(context.schedule.mesh) > 1)
         if is_sharded:
             self._shard()
         else:
             self._precision.install()
         self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
         module = self._module if is_sharded else self._replicated()
-        self._runtime: TorchRuntime | None = TorchRuntime(module, context, self._sharded)
+        self._runtime: TorchRuntime | None = TorchRuntime(module, context, self._precision, self._sharded)
         self._runtime.watch(self.optimizer)
 
     def _replicated(self) -> nn.Module:
@@ -145,8 +161,9 @@ class TorchEngine(PreciseEngine):
         schedule, reshard = self._context.schedule, self.plan.config["reshard_after_forward"]
         units = with_islands(schedule, units_of(schedule, reshard_after_forward=reshard), self.plan.config)
         root = FullyShard(False if reshard is False else None)
-        mesh = mesh_of_shards(schedule.mesh, self._precision.device)
-        self._sharded = ShardedData(self._module, units, mesh, root=root, policy=self._precision.policy)
+        mesh, policy = mesh_of_shards(schedule.mesh, self._precision.device), self._precision.policy
+        fill = self._context.fill_windows
+        self._sharded = ShardedData(self._module, units, mesh, root=root, policy=policy, fill=fill)
         self._precision.install(["", *(path for path in units if path and self._precision.gathers)])
         self._sharded.take_over(self.optimizer)
         self._context.state.tensors()  # shards take over the layouts of the parameters in whose place they are
@@ -200,6 +217,7 @@ class TorchEngine(PreciseEngine):
             if self._sharded is not None:
                 self._sharded.refuse_unseen_backward()
         norm = self._update()
+        self.steps += 1
         if len(batches) > 1:
             return StepResult(torch.stack(losses).mean(), None, norm)
         return StepResult(losses[0], output, norm)

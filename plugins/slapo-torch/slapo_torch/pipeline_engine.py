@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_core import BuildError, StepResult
-from slapo_runtime.correspondence.storage import sharded_over
 from slapo_runtime.engine import PipelineSteps
 from slapo_runtime.stages.runner import StageCache, step_seed
 from slapo_torch.data_options import data_ranks
@@ -169,10 +168,8 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         self._count: int = plan.config["microbatches"]
         self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
         self._part: nn.Module | None = None
-        self._set_precision(plan, context)
-        replicas = data_ranks(mesh)
-        is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
-        self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1)
+        is_sharded = self._materialize(plan, context)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded and data_ranks(mesh) > 1)
         self._sharded: ShardedStages | None = None
         if is_sharded:
             self._sharded = self._shard()
@@ -180,12 +177,10 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
             self._precision.install(())
         self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
         here = [live for live in self._state.tensors() if live.is_local]
-        self._parameters = [live.tensor for live in here if live.is_parameter and not sharded_over(live.tensor)]
+        self._parameters = [live.tensor for live in here if live.is_parameter]
         self._device = context.device or next((live.tensor.device for live in here), torch.device("cpu"))
         self._schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
-        self._cache = StageCache(
-            context, self._count, self._axes, "", self._runner, prepare=self._precision.prepare
-        )
+        self._cache = StageCache(context, self._count, self._axes, "", self._runner, prepare=self._precision.prepare)
         self._sent_bytes: dict[int, list[int]] = {}  # to other ranks, forward and backward, by stage
 
     @property
@@ -224,7 +219,6 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         self._state.tensors()  # shards take over the layouts of the parameters in whose place they are
         self._part = None
         if precision.preset is not None:
-            precision.refuse_full()
             everywhere = _paths(schedule.model, [stage.module for stage in partition.stages])
             precision.install(units_of_stages(schedule, everywhere) if precision.gathers else ())
             self._part = self._context.part(partition)
@@ -240,6 +234,7 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         loss = self._forward_backward(batch, zero=self.optimizer)
         with self._closing(lambda: self._at):
             norm = self._update(self._stand)
+        self.steps += 1
         return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:
@@ -292,7 +287,7 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
                 begin, finish = averaging(
                     runner,
                     self._trained(),
-                    self._mesh.group("dp"),
+                    self._mesh.group("dp") if self._sharded is None else None,
                     bucket_bytes=self.plan.config["bucket_cap_mb"] << 20,
                 )
                 scale = None if self.scaler is None else self.scaler.scaled_one()
@@ -311,9 +306,10 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
                 finish()
                 if self._sharded is not None:
                     self._sharded.reduce_gradients()
-                self._context.sum_tied_gradients()
-                for parameter, gradient in earlier:
-                    parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        with self._closing(lambda: self._at):  # shards are in their places again
+            self._context.sum_tied_gradients()
+            for parameter, gradient in earlier:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
 
     @contextlib.contextmanager

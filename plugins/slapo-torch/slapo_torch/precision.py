@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from slapo_core import BuildError
-from slapo_runtime.correspondence.storage import is_distributed
 from slapo_torch.fully_shard import FullyShard, has_forward, repeated_blocks, shared_names, tie
 from slapo_torch.private import tree_map_only
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_runtime.context import BuildContext
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,7 @@ def checked_precision(schedule: Schedule, config: Mapping[str, Any], parallel: s
         known = ", ".join(map(repr, PRESETS))
         raise BuildError(f"precision must be one of {known} (got {name!r})", hint=f'precision="{near[0]}"')
     if not isinstance(patterns, Sequence) or not all(isinstance(one, str) for one in patterns):
-        raise BuildError(
-            f"fp32 must be patterns of module names (got {patterns!r})", hint='fp32=("*norm*", "lm_head")'
-        )
+        raise BuildError(f"fp32 must be patterns of module names (got {patterns!r})", hint='fp32=("*norm*", "lm_head")')
     preset = PRESETS[name] if name is not None else None
     if patterns and (preset is None or preset.compute == torch.float32):
         raise BuildError(
@@ -105,7 +102,7 @@ def checked_precision(schedule: Schedule, config: Mapping[str, Any], parallel: s
             "not: the types of P2P messages would differ between ranks",
             hint=f'precision="{name}", data_parallel="fsdp"',
         )
-    if pp == 1 and (parallel == "fsdp" or not preset.is_mixed):
+    if parallel == "fsdp" or not preset.is_mixed:
         _refuse_ties(schedule.model, islands, parallel)
     if pp == 1 and parallel == "fsdp":
         _refuse_traced(schedule, islands)
@@ -148,13 +145,14 @@ def _called(path: str, module: nn.Module) -> Iterator[str]:
 
 
 def _no_module(model: nn.Module, pattern: str) -> BuildError:
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters() if fnmatchcase(name, pattern)]
-    names = list(dict.fromkeys(path.rpartition(".")[2] for path, _ in model.named_modules() if path))
+    paths, above = [path for path, _ in model.named_modules()], pattern.rpartition(".")[0]
+    is_parameter = any(fnmatchcase(name, pattern) for name, _ in model.named_parameters())
+    names = list(dict.fromkeys(path.rpartition(".")[2] for path in paths if path))
     core = pattern.strip("*").rpartition(".")[2] or pattern
     near = difflib.get_close_matches(core, [name for name in names if not name.isdigit()], 1, 0.4)
     hint = None
-    if owners:
-        hint = f'fp32=("{owners[0]}",): modules, not parameters'
+    if is_parameter and any(fnmatchcase(path, above) for path in paths if path):
+        hint = f'fp32=("{above}",): modules, not parameters'
     elif near:
         hint = f'fp32=("*{near[0]}",)'
     return BuildError(f"fp32={pattern!r} matches no module of {type(model).__name__}", hint=hint)
@@ -228,17 +226,20 @@ class ModelPrecision:
     Args:
         schedule: of the build.
         options: of the plan.
-        device: of the model.
 
     Attributes:
+        device: of the model.
         preset: of the option ``precision``; None without one.
         islands: paths of the modules that compute in float32.
         uses_autocast: whether passes run under torch.autocast; else inputs are cast at borders.
     """
 
-    def __init__(self, schedule: Schedule, options: Mapping[str, Any], device: torch.device) -> None:
+    device: torch.device
+
+    def __init__(self, schedule: Schedule, options: Mapping[str, Any]) -> None:
         self.preset = PRESETS.get(options["precision"])
-        self._model, self.device = schedule.model, device
+        self._model = schedule.model
+        self._elsewhere: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] | None = None
         self.islands = islands_of(schedule.model, options["fp32"]) if self.preset is not None else ()
         self.uses_autocast = self.is_mixed and options["data_parallel"] == "ddp"
 
@@ -262,10 +263,9 @@ class ModelPrecision:
         assert self.preset is not None
         return torch.float32 if is_within(name, self.islands) else self.preset.compute
 
-    def store(self, context: BuildContext) -> None:
-        """Cast the parameters to the types in which they are stored, before the optimizer is made."""
-        if self.preset is not None:
-            context.cast_parameters(lambda live: self.stored(live.name) if _is_cast(live.tensor) else None)
+    def wanted(self, live: LiveTensor) -> torch.dtype | None:
+        """Return the type into which a parameter is read or cast; None for its own."""
+        return self.stored(live.name) if self.preset is not None and _is_cast(live.tensor) else None
 
     def policy(self, path: str) -> Any:
         """Return the policy of ``fully_shard`` for the unit at a path; inputs are cast by :meth:`install`."""
@@ -307,22 +307,6 @@ class ModelPrecision:
         """Cast them to the type of the parameters, for a forward without casts."""
         return inputs if self.preset is None else cast(inputs, self.preset.storage)  # type: ignore[no-any-return]
 
-    def refuse_full(self) -> None:
-        """Refuse parameters of this pipeline rank that stay full, and so in float32.
-
-        Raises:
-            BuildError: such a parameter, outside of the modules that compute in float32.
-        """
-        for name, parameter in self._model.named_parameters(remove_duplicate=False) if self.gathers else ():
-            is_full = not parameter.is_meta and not is_distributed(parameter) and _is_cast(parameter)
-            if is_full and not is_within(name, self.islands):
-                owner = name.rpartition(".")[0]
-                raise BuildError(
-                    f"'{name}' stays full in a pipeline (it is tied across stages, or belongs to a module above the "
-                    f"cuts), so that fully_shard does not cast it",
-                    hint=f'fp32=("{owner}", ...): compute it in float32; or untie it',
-                )
-
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of forward and loss."""
         if not self.uses_autocast:
@@ -333,16 +317,17 @@ class ModelPrecision:
     @contextlib.contextmanager
     def placeholders(self) -> Iterator[None]:
         """Give the placeholders of other pipeline ranks' parameters the types in which those compute."""
-        there: list[tuple[nn.Parameter, torch.Tensor]] = []
-        for name, parameter in self._model.named_parameters() if self.gathers else ():
-            if parameter.is_meta and _is_cast(parameter):
-                there.append((parameter, parameter.data))
-                parameter.data = parameter.data.to(self.computed(name))
+        if self._elsewhere is None:
+            named = self._model.named_parameters() if self.gathers else ()
+            there = [(self.computed(name), one) for name, one in named if one.is_meta and _is_cast(one)]
+            self._elsewhere = [(one, one.data, one.data.to(dtype)) for dtype, one in there]
+        for parameter, _, lower in self._elsewhere:
+            parameter.data = lower
         try:
             yield
         finally:
-            for parameter, data in there:
-                parameter.data = data
+            for parameter, stored, _ in self._elsewhere:
+                parameter.data = stored
 
 
 def _is_cast(tensor: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_ten
 from torch.utils._pytree import tree_map_only
 
 __all__ = [
+    "begin",
     "has_gradient_hooks",
     "is_compiled",
     "reduce_accumulated",
@@ -55,17 +56,22 @@ def _groups(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def begin(units: Sequence[Any]) -> None:
+    """Make the first of nested modules under ``fully_shard`` the root of the others, although it is never called."""
+    units[0]._get_fsdp_state()._lazy_init()
+
+
 def reduce_accumulated(units: Sequence[Any]) -> None:
-    """Reduce the gradients that modules under ``fully_shard`` accumulated over backward passes, as pipelining does."""
+    """Reduce the gradients that modules under ``fully_shard`` accumulated over backward passes, as pipelining does.
+
+    Args:
+        units: that :func:`begin` took.
+    """
+    root = units[0]._get_fsdp_state()
+    root._state_ctx.is_last_backward = True
     for unit in reversed(units):
         state = unit._get_fsdp_state()
-        if state._is_root is None:
-            state._lazy_init()
-        state._state_ctx.is_last_backward = True
         for group in _groups(state):
             group.post_backward()
-    for unit in units:
-        state = unit._get_fsdp_state()
-        if state._is_root:
-            state._root_post_backward_final_callback()
-            state._state_ctx.is_last_backward = False
+    root._root_post_backward_final_callback()
+    root._state_ctx.is_last_backward = False

@@ -14,6 +14,9 @@ from slapo_core import BuildError
 from slapo_torch.precision import ModelPrecision, dtype_name, is_within
 from slapo_torch.private import is_compiled, reduce_dtypes, tree_map_only
 
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+
 
 @dataclass(frozen=True)
 class SeenDtypes:
@@ -74,12 +77,14 @@ class FirstStep:
     none, because hooks would compile them again.
 
     Args:
-        model: the scheduled model.
+        schedule: of the build.
         precision: what was promised.
     """
 
-    def __init__(self, model: nn.Module, precision: ModelPrecision) -> None:
+    def __init__(self, schedule: Schedule, precision: ModelPrecision) -> None:
+        model = schedule.model
         self._model, self._precision = model, precision
+        self._compiled = [one.path for one in schedule.records if one.primitive.name in _COMPILES]
         self._buffers = {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.is_floating_point()}
         self._rows: dict[str, _Row] = {}
         self._wrong: list[str] = []
@@ -89,14 +94,12 @@ class FirstStep:
         """Start to note the types of a step."""
         self.end()
         self._rows, self._wrong = {}, []
-        compiled = [path for path, module in self._model.named_modules() if is_compiled(module)]
+        compiled = self._compiled + [path for path, module in self._model.named_modules() if is_compiled(module)]
         for path, module in self._model.named_modules():
             if is_within(path, compiled) or "" in compiled:
                 continue
             is_island, has_matrix = path in self._precision.islands, _has_matrix(module)
-            if is_island:
-                self._handles.append(module.register_forward_pre_hook(self._inputs(path), with_kwargs=True))
-            elif isinstance(module, _PRODUCTS) and not self._precision.uses_autocast:
+            if is_island or (isinstance(module, _PRODUCTS) and not self._precision.uses_autocast):
                 self._handles.append(module.register_forward_pre_hook(self._inputs(path), with_kwargs=True))
             if is_island or has_matrix:
                 self._handles.append(module.register_forward_pre_hook(self._weights(path)))
@@ -145,8 +148,8 @@ class FirstStep:
         names = self._check_storage()
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         for parameter, state in optimizer.state.items():
-            name = names.get(id(parameter))
-            for key, value in state.items() if name is not None else ():
+            name = names.get(id(parameter), "")
+            for key, value in state.items() if name else ():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
                     what = f"'{key}' of '{name}'"
                     if is_torchs:
@@ -242,6 +245,7 @@ class FirstStep:
         return note
 
 
+_COMPILES = ("fusion.compile", "fusion.cudagraphify")
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # in the lower type under autocast
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -113,13 +112,15 @@ def test_first_step_shows_the_preset(name: str) -> None:
     assert found["buffers"] == {"float64"}, "buffers keep their types"
     state = engine.state_dict()
     assert {str(state[key].dtype) for key, _ in engine.module.named_parameters()} == {f"torch.{storage}"}
-    assert f"precision {name}" in str(engine.precision) and "moments" in str(engine.precision)
+    assert f"precision {name}" in str(engine.precision)
+    assert "moments" in str(engine.precision)
     engine.eval_step(make_batches()[1])
 
 
 def test_without_precision_types_are_the_models() -> None:
     engine = build(make_model().double(), optimizer=adamw)
-    assert engine.precision is None and engine.scaler is None
+    assert engine.precision is None
+    assert engine.scaler is None
     assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float64}
 
 
@@ -139,7 +140,8 @@ def test_bf16_mixed_equals_a_loop_under_autocast(accumulate: int) -> None:
             losses.append(loss.detach())
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        assert torch.equal(found.loss, torch.stack(losses).mean()) and torch.equal(found.grad_norm, norm)
+        assert torch.equal(found.loss, torch.stack(losses).mean())
+        assert torch.equal(found.grad_norm, norm)
     for name, expected in model.state_dict().items():
         assert torch.equal(engine.state_dict()[name], expected), name
     with torch.autocast("cpu", BF16), torch.no_grad():
@@ -178,6 +180,14 @@ def test_a_float32_module_rounds_its_result_only() -> None:
     assert torch.equal(norm(x), expected)
     x = torch.randn(3, 8, dtype=torch.float64)
     assert torch.equal(norm(x), F.layer_norm(x.float(), (8,), norm.weight, norm.bias).double())
+
+
+def test_a_count_of_items_is_not_rounded() -> None:
+    count = torch.tensor(4097.0)
+    arguments = {"x": torch.ones(2), "pair": [torch.ones(1), 3], "num_items_in_batch": count}
+    found = precisions.cast(arguments, BF16)
+    assert found["x"].dtype == found["pair"][0].dtype == BF16
+    assert found["num_items_in_batch"] is count
 
 
 def test_autocast_is_back_after_a_float32_module_fails() -> None:
@@ -260,10 +270,32 @@ def test_a_failed_build_restores_the_types() -> None:
     with pytest.raises(ZeroDivisionError):
         build(model, precision="bf16-mixed", optimizer=lambda parameters: 1 / 0)
     for name, parameter in model.named_parameters():
-        assert parameter is before[name][0] and parameter.data_ptr() == before[name][1]
+        assert parameter is before[name][0]
+        assert parameter.data_ptr() == before[name][1]
         assert parameter.dtype == torch.float64
     assert model.head.weight.grad is not None
     build(model, precision="fp32").train_step(make_batches()[0])
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_weights_are_read_into_the_type_of_the_main_weights(device: str) -> None:
+    weights = make_model().state_dict()
+    with torch.device(device):
+        model = Model().bfloat16()
+    state = build(model, weights=weights, precision="bf16-mixed").state_dict()
+    for name, _ in model.named_parameters():
+        assert torch.equal(state[name], weights[name]), "rounded to the model's type"
+
+
+def test_initial_values_are_drawn_before_they_are_cast() -> None:
+    drawn = []
+    for name in ("fp32", "bf16"):
+        with torch.device("meta"):
+            model = Model()
+        model.table = torch.ones(8)
+        drawn.append(build(model, precision=name, seed=3).state_dict())
+    for name, _ in model.named_parameters():
+        assert torch.equal(drawn[0][name].bfloat16(), drawn[1][name])
 
 
 # -- planted faults -----------------------------------------------------------------------------------------------
@@ -275,7 +307,7 @@ def no_autocast(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def no_main_weights(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(ModelPrecision, "store", lambda self, context: context.cast_parameters(lambda live: BF16))
+    patch.setattr(ModelPrecision, "wanted", lambda self, live: BF16)
     return {}
 
 
@@ -358,7 +390,8 @@ def test_a_planted_fault_is_named_in_the_first_step(plant: Any, monkeypatch: pyt
     engine = build(**options)
     with pytest.raises(BuildError) as error:
         engine.train_step(make_batches()[0])
-    assert PLANTED[plant] in str(error.value) and f"precision='{options['precision']}'" in str(error.value)
+    assert PLANTED[plant] in str(error.value)
+    assert f"precision='{options['precision']}'" in str(error.value)
     assert engine.precision.seen == ()
 
 
@@ -430,8 +463,8 @@ def test_a_skipped_first_step_leaves_the_check_for_the_next() -> None:
 # -- ranks --------------------------------------------------------------------------------------------------------
 
 
-def scheduled(mesh: dict[str, int], *, blocks: int = 2) -> slapo.Schedule:
-    sch = slapo.create_schedule(make_model(blocks), mesh=mesh, example_inputs=make_batches()[0])
+def scheduled(mesh: dict[str, int], *, is_tied: bool = False) -> slapo.Schedule:
+    sch = slapo.create_schedule(make_model(is_tied=is_tied), mesh=mesh, example_inputs=make_batches()[0])
     if mesh.get("tp", 1) > 1:
         for block in sch["blocks.*"]:
             block["up"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
@@ -441,8 +474,10 @@ def scheduled(mesh: dict[str, int], *, blocks: int = 2) -> slapo.Schedule:
     return sch
 
 
-def train(mesh: dict[str, int], **options: Any) -> tuple[Any, list[float], dict[str, torch.Tensor]]:
-    sch = scheduled(mesh)
+def train(
+    mesh: dict[str, int], *, is_tied: bool = False, **options: Any
+) -> tuple[Any, list[float], dict[str, torch.Tensor]]:
+    sch = scheduled(mesh, is_tied=is_tied)
     engine = slapo.build(sch, optimizer=adamw, max_grad_norm=1.0, **options)
     dp = sch.mesh.size("dp")
     losses = []
@@ -492,15 +527,25 @@ def layouts() -> dict[str, tuple[list[float], dict[str, set[str]]]]:
         engine, losses, state = train(mesh, precision="bf16-mixed", fp32=ISLANDS, **options)
         assert {one.dtype for one in state.values()} == {FP32}, name
         found[name] = losses, seen(engine)
+    engine, losses, state = train({"pp": 2}, is_tied=True, precision="bf16-mixed", fp32=("norm",), data_parallel="fsdp")
+    assert torch.equal(state["head.weight"], state["embed.weight"])
+    alone = build(make_model(is_tied=True), precision="bf16-mixed", fp32=("norm",))
+    assert losses == pytest.approx([float(alone.train_step(batch).loss) for batch in make_batches()], rel=0.02)
+    assert seen(engine)["weights in the forward"] == ({"bfloat16"} if engine._rank == 0 else {"bfloat16", "float32"})
     engine, losses, state = train({"pp": 2}, precision="bf16", fp32=ISLANDS)
-    assert state["head.weight"].dtype == FP32 and state["blocks.0.up.weight"].dtype == BF16
+    assert state["head.weight"].dtype == FP32
+    assert state["blocks.0.up.weight"].dtype == BF16
     found["stages in bf16"] = losses, seen(engine)
     return found
 
 
 def infinite_on_one_rank() -> list[Any]:
     found: list[Any] = []
-    for mesh, options in (({"tp": 2}, {}), ({"pp": 2}, {"data_parallel": "fsdp"}), ({"dp": 2}, {"data_parallel": "fsdp"})):
+    for mesh, options in (
+        ({"tp": 2}, {}),
+        ({"pp": 2}, {"data_parallel": "fsdp"}),
+        ({"dp": 2}, {"data_parallel": "fsdp"}),
+    ):
         sch = scheduled(mesh)
         engine = slapo.build(
             sch, optimizer=adamw, max_grad_norm=1.0, precision="fp16-mixed", lr_scheduler=step_lr, **options
@@ -510,7 +555,7 @@ def infinite_on_one_rank() -> list[Any]:
         scale, is_second = engine.scaler.get_scale(), sch.mesh.global_rank == 1
         before = {name: one.clone() for name, one in engine.state_dict().items()}
 
-        def plant(optimizer: Any) -> None:
+        def plant(optimizer: Any, is_second: bool = is_second) -> None:
             for parameter in optimizer.param_groups[0]["params"] if is_second else ():
                 local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
                 local.fill_(torch.inf)
@@ -520,7 +565,9 @@ def infinite_on_one_rank() -> list[Any]:
         norm = engine.train_step(batch).grad_norm
         after = engine.state_dict()
         is_kept = all(torch.equal(one, before[name]) for name, one in after.items())
-        found.append((is_kept, engine.scaler.get_scale() / scale, bool(norm.isfinite()), engine.lr_scheduler.last_epoch))
+        found.append(
+            (is_kept, engine.scaler.get_scale() / scale, bool(norm.isfinite()), engine.lr_scheduler.last_epoch)
+        )
         del engine.scaler.unscale_
         engine.train_step(batch)
         assert not all(torch.equal(one, before[name]) for name, one in engine.state_dict().items())
@@ -559,9 +606,9 @@ def test_precision_over_ranks() -> None:
     losses = [float(build(precision="fp32").train_step(batch).loss) for batch in make_batches()[:1]]
     for found, skipped, planted in run_ranks(on_ranks, world_size=2, timeout=300):
         for name, (own, types) in found.items():
-            if "fsdp" != name:  # the loss of its own samples
+            if name != "fsdp":  # the loss of its own samples
                 assert own[0] == pytest.approx(losses[0], rel=0.02), name
-            assert types["float32 modules"] == {"float32"} and types["matrix products"] == {"bfloat16"}, name
+            assert (types["float32 modules"], types["matrix products"]) == ({"float32"}, {"bfloat16"}), name
             mixed = {"float32"} if "bf16" not in name else {"float32", "bfloat16"}
             assert types["gradients"] == types["moments"] == types["parameters"] == mixed, name
         assert skipped == [(True, 0.5, False, 1)] * 3

@@ -177,7 +177,6 @@ def mixed() -> nn.Module:
         (Stack, MESH, {"data_parallel": "fsdp", "static_graph": True}, "'static_graph' is DistributedDataParallel's"),
         (Stack, {"dp_replicate": 2, "dp": 2}, {"data_parallel": "ddp"}, "several ranks along 'dp_replicate'"),
         (Stack, {"dp_replicate": 2, "tp": 2}, {}, "one along 'dp'"),
-        (Stack, {"pp": 2, "dp_replicate": 2, "dp": 2}, {}, "along both 'dp_replicate' and 'pp'"),
         (Stack, {"dp": 2, "dp_replicate": 2}, {}, "'dp_replicate' inside of 'dp'"),
     ],
 )

@@ -68,6 +68,7 @@ class FSDPEngine(StatefulEngine):
         self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        self.steps += 1
         return slapo.StepResult(torch.stack(losses).mean(), output if len(batches) == 1 else None, norm)
 
     def eval_step(self, batch):

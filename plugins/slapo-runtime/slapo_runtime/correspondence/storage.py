@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+import math
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from slapo_core.errors import BuildError
 from slapo_core.internals import module_index
 from slapo_core.layout import device_of
+from slapo_runtime.private import local_window
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from slapo_core.layout import Layout
+    from slapo_core.layout import Layout, Mesh
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,61 @@ def shard_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Return ``(start in the shard, start in the full tensor, length)`` of each range of one axis."""
     lengths = [length for _, length in ranges]
     return [(sum(lengths[:number]), start, length) for number, (start, length) in enumerate(ranges)]
+
+
+Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""A rectangle: start in the shard, start in the full tensor, extent."""
+
+
+class Window(NamedTuple):
+    """This rank's rows of a DTensor: their shape, and their start in the full tensor."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a view of the full tensor."""
+        return full[slices(self.offset, self.shape)]
+
+
+def slices(offset: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a rectangle."""
+    return tuple(slice(begin, begin + length) for begin, length in zip(offset, extent, strict=True))
+
+
+def window_of(tensor: torch.Tensor, mesh: Mesh | None) -> Window | None:
+    """Return this rank's window of a DTensor, without communication.
+
+    None for a plain tensor, and for a DTensor that is split over other dimensions than those of ``mesh``.
+    """
+    if mesh is None or not is_distributed(tensor) or not set(sharded_over(tensor)) <= set(mesh.sizes):
+        return None
+    return Window(*local_window(tensor))
+
+
+def blocks(layout: Layout, mesh: Mesh | None, window: Window | None = None) -> Iterator[Block]:
+    """Yield the rectangles of a shard; padding is left out.
+
+    Args:
+        layout: of the shard.
+        mesh: of the ranks.
+        window: of it; starts are in the window then.
+    """
+    for ranges in itertools.product(*(shard_ranges(axis) for axis in layout.segments(mesh))):
+        at, offset = tuple(one[0] for one in ranges), tuple(one[1] for one in ranges)
+        extent = tuple(
+            max(0, min(start + length, size) - start)
+            for (_, start, length), size in zip(ranges, layout.shape, strict=True)
+        )
+        if window is not None:
+            begins = tuple(map(max, at, window.offset))
+            ends = (a + e for a, e in zip(at, extent, strict=True))
+            stops = map(min, ends, map(operator.add, window.offset, window.shape))
+            extent = tuple(max(0, stop - begin) for begin, stop in zip(begins, stops, strict=True))
+            offset = tuple(o + begin - a for o, begin, a in zip(offset, begins, at, strict=True))
+            at = tuple(map(operator.sub, begins, window.offset))
+        if math.prod(extent):
+            yield at, offset, extent
 
 
 @dataclass(frozen=True)
@@ -329,6 +388,11 @@ class TorchOptimizer:
     def read(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
         return unsharded(self._optimizer.state[parameter][key])
 
+    def held(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """Return a state tensor itself, which may be a DTensor."""
+        found: torch.Tensor = self._optimizer.state[parameter][key]
+        return found
+
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         held = self._optimizer.state[parameter][key]
         held.copy_(sharded_like(held, value))
@@ -401,16 +465,27 @@ def sharded_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Shard a full value as a DTensor, without communication; keep this rank's shard alone.
 
     Args:
-        tensor: of the same shape; if it is plain, the value is returned unchanged.
+        tensor: of the same shape; if it is plain, or the value is sharded already, the value is returned unchanged.
         value: the same on every rank that shares the tensor.
     """
-    if not is_distributed(tensor):
+    if not is_distributed(tensor) or is_distributed(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 
     like: Any = tensor
     own = value.detach().to(like.device)
     return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None).clone()
+
+
+def from_window(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor like ``tensor`` with this rank's window as its value."""
+    from torch.distributed.tensor import DTensor
+
+    like: Any = tensor
+    own = value.to(like.device)
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def optimizer_storage(optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerStorage | None:

@@ -228,8 +228,44 @@ class World:
         if self.is_alone:
             return [value]
         assert self._group is not None, "a World is used inside of its with block"
-        try:
+        with self._reporting_loss():
             return self._exchanged(value)
+
+    @property
+    def index(self) -> int:
+        """The index of this rank in ``ranks``."""
+        return 0 if self.is_alone else self.ranks.index(self.rank)
+
+    def send(self, tensor: torch.Tensor, index: int) -> Callable[[], None]:
+        """Begin to send a contiguous CPU tensor, and return a function that waits for the end.
+
+        Args:
+            tensor: of any type; it must not change before the end.
+            index: of the receiving rank in ``ranks``.
+        """
+        held = [_as_bytes(tensor)]
+        work = self._group.send(held, index, 0)
+
+        def wait() -> None:
+            with self._reporting_loss():
+                work.wait()
+            held.clear()
+
+        return wait
+
+    def receive(self, tensor: torch.Tensor, index: int) -> None:
+        """Receive the values of a contiguous CPU tensor that the rank at ``index`` sends.
+
+        Raises:
+            RankFailedError: a rank ended.
+        """
+        with self._reporting_loss():
+            self._group.recv([_as_bytes(tensor)], index, 0).wait()
+
+    @contextlib.contextmanager
+    def _reporting_loss(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise lost_rank(self._store, self.rank, self.ranks) from error
 
@@ -393,6 +429,10 @@ def _public_call() -> str:
             found = frame.f_code.co_name
         frame = frame.f_back
     return found
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _bytes(buffer: bytearray) -> torch.Tensor:

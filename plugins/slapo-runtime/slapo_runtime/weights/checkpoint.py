@@ -1,4 +1,4 @@
-"""Save and load checkpoints by the reference model's names."""
+"""Load checkpoints of format 1: one directory, which one rank wrote as safetensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError, warn_user
+from slapo_core.errors import BuildError, ReplicaError, WeightsError, warn_user
+from slapo_runtime.checkpoints.manifest import read_manifest
 from slapo_runtime.correspondence.storage import optimizer_storage
-from slapo_runtime.ranks.consistency import restore, torch_states
-from slapo_runtime.ranks.world import World, together
-from slapo_runtime.weights.files import MANIFEST, Writer, checksums, located
-from slapo_runtime.weights.module_state import as_json, extra_states, packed, resized, unpacked
+from slapo_runtime.ranks.consistency import restore
+from slapo_runtime.ranks.world import together
+from slapo_runtime.weights.files import MANIFEST, checksums, located
+from slapo_runtime.weights.module_state import extra_states, packed, resized, unpacked
 from slapo_runtime.weights.optimizer_state import OptimizerState
 from slapo_runtime.weights.sources import SafetensorsSource, WeightsSource, Wider
 
@@ -27,63 +28,10 @@ if TYPE_CHECKING:
     from slapo_runtime.weights.state import Loading, ModelState
 
 
-FORMAT = 1
 MODEL, ADDED, OPTIMIZER = "model.safetensors", "added.safetensors", "optimizer.safetensors"
 TRAINED = "trained.safetensors"
 ALL = (MODEL, TRAINED, ADDED, OPTIMIZER)
 COUNTERS = "counters"  # the name in a runtime's saved state that may be unused
-
-
-def save_checkpoint(
-    directory: str | os.PathLike[str],
-    state: ModelState,
-    optimizer: torch.optim.Optimizer | OptimizerStorage | None,
-    runtime: Mapping[str, Any],
-) -> None:
-    """Save weights and optimizer state: a collective; the first rank writes.
-
-    Raises:
-        ReplicaError: replicas of a tensor or of the optimizer's state differ; the written checkpoint is complete,
-            with the values of the first rank.
-        RankMismatchError: parameters do not match the runtime's main copies; nothing was written.
-        BuildError: the state of the optimizer or ``runtime`` cannot be saved, or writing failed; on every rank.
-    """
-    if not os.fspath(directory):
-        raise ArgumentError("the directory of the checkpoint is empty", hint='engine.save("checkpoints/step-1000")')
-    mesh = state.mesh
-    differing = state.differing(optimizer)
-    random = _random_states(mesh)
-    with together(mesh, "saving the optimizer's state"):
-        refuse_not_json(runtime)
-    extra = packed_extra_states(state)
-    moments = collect_optimizer_state(state, optimizer)
-    if moments is not None:
-        moments.merge()
-    writes = mesh is None or mesh.is_first_rank
-    with contextlib.ExitStack() as stack:
-        writer: Writer | None = None
-        weights = state.full_state(rank0_only=True, include_added=True, as_trained=True)
-        with together(mesh, f"writing the checkpoint '{directory}'"):
-            if writes:
-                with writing(directory):
-                    writer = stack.enter_context(Writer(Path(directory), ALL, last=MANIFEST))
-                    for name, tensors in _files(state, weights).items():
-                        writer.write(name, tensors)
-        weights.clear()  # before gathering the optimizer's state, which is twice as large
-        tensors = moments.gather(wanted=writes) if moments is not None else {}
-        with together(mesh, f"writing the checkpoint '{directory}'"):
-            if writer is not None:
-                with writing(directory):
-                    writer.write(OPTIMIZER, tensors)
-                    about: dict[str, Any] = {"optimizer": moments.description() if moments is not None else None}
-                    about |= {"extra": extra, "buffers": as_json(state.correspondence.survey.buffers)}
-                    if differing is not None:
-                        about["replicas"] = differing.message
-                    if runtime:
-                        about["runtime"] = dict(runtime)
-                    writer.finish(state.correspondence.tree.root, {"format": FORMAT, "random": random, **about})
-    if differing is not None:
-        raise as_written(differing, directory) from differing
 
 
 @contextlib.contextmanager
@@ -108,13 +56,13 @@ def as_written(error: ReplicaError, directory: str | os.PathLike[str]) -> Replic
     return ReplicaError(text, tensor=error.tensor, ranks=error.ranks, directory=path, hint=error.hint)
 
 
-def load_checkpoint(
-    directory: str | os.PathLike[str],
+def load_former_checkpoint(
+    path: Path,
     state: ModelState,
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     uses: Collection[str],
 ) -> dict[str, Any]:
-    """Load weights and optimizer state; every rank reads its own shards.
+    """Load a checkpoint of format 1; every rank reads its own shards.
 
     Returns:
         the runtime's further state.
@@ -123,7 +71,6 @@ def load_checkpoint(
         WeightsError: the directory is not a complete checkpoint, or of another model; nothing was changed.
         BuildError: the state does not fit this optimizer; nothing was changed.
     """
-    path = Path(directory)
     moments = collect_optimizer_state(state, optimizer)
     label = f"the checkpoint '{path}'"
     with together(state.mesh, f"reading {label}"):
@@ -144,7 +91,7 @@ def load_checkpoint(
                 state, weights, added, moments, manifest["optimizer"], tensors, runtime, uses, label
             )
         assign_loaded(state, moments, loading, label)
-    states = manifest.get("random", {}).get(_replica(state.mesh), {})
+    states = manifest.get("random", {}).get(str(state.mesh.rank("dp") if state.mesh is not None else 0), {})
     restore({device: base64.b64decode(content) for device, content in states.items()})
     return runtime
 
@@ -188,21 +135,34 @@ def prepare_loading(
         label: of the checkpoint, for messages.
     """
     loading = state.prepare(weights)
-    for live, shard in _read_added(state, added):
-        loading.take(live, shard)
+    for live in fitting_added(state, added):
+        assert added is not None
+        loading.take(live, added.read(live.name, live.layout, state.mesh))
     if moments is not None:
-        if about_optimizer is None:
-            raise BuildError(
-                f"{label} holds no optimizer state, but this engine has an optimizer",
-                hint="load the weights only: build(sch, weights=dir)",
-            )
-        moments.prepare(about_optimizer, tensors)
+        prepare_optimizer(moments, about_optimizer, tensors, label)
+    warn_of_unused(runtime, uses, label)
+    return loading
+
+
+def prepare_optimizer(
+    moments: OptimizerState, about: Mapping[str, Any] | None, tensors: WeightsSource | None, label: str
+) -> None:
+    """Compare an optimizer with the saved one, and prepare to load its state; arguments as above."""
+    if about is None:
+        raise BuildError(
+            f"{label} holds no optimizer state, but this engine has an optimizer",
+            hint="load the weights only: build(sch, weights=dir)",
+        )
+    moments.prepare(about, tensors)
+
+
+def warn_of_unused(runtime: Mapping[str, Any], uses: Collection[str], label: str) -> None:
+    """Warn of saved state that the engine does not load; arguments as above."""
     unused = sorted(set(runtime) - set(uses) - {COUNTERS})
     if unused:
         warn_user(
             f"{label}: ignored, unknown to this engine: {', '.join(unused)}",
         )
-    return loading
 
 
 def assign_loaded(state: ModelState, moments: OptimizerState | None, loading: Loading, label: str) -> None:
@@ -222,34 +182,6 @@ def packed_extra_states(state: ModelState) -> dict[str, str]:
     extra = extra_states(state.correspondence, compare=state.is_spread)
     with together(state.mesh, "saving the modules' extra state"):
         return packed(extra)
-
-
-def _files(state: ModelState, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Divide the weights by file: model types, wider trained types, added tensors."""
-    survey = state.correspondence.survey
-    own, trained = {}, {}
-    for key, name in survey.keys.items():
-        value, dtype = weights[key], survey.specs[name].dtype
-        if state.kept is not None and value.dtype != dtype:
-            if torch.promote_types(value.dtype, dtype) != dtype:
-                trained[name] = value
-            value = value.to(dtype)
-        own[key] = value
-    return {MODEL: own, TRAINED: trained, ADDED: {name: one for name, one in weights.items() if name not in own}}
-
-
-def _replica(mesh: Mesh | None) -> str:
-    return str(mesh.rank("dp") if mesh is not None else 0)
-
-
-def _random_states(mesh: Mesh | None) -> dict[str, dict[str, str]]:
-    """Gather the RNG states of each replica's first rank: a collective."""
-    own = {device: base64.b64encode(content).decode() for device, content in torch_states().items()}
-    with World(mesh) as world:
-        by_replica: dict[str, dict[str, str]] = {}
-        for replica, states in world.gather((_replica(mesh), own)):
-            by_replica.setdefault(replica, states)
-    return by_replica
 
 
 def _check_sums(path: Path, sums: Mapping[str, Sequence[int]], mesh: Mesh | None) -> None:
@@ -279,7 +211,8 @@ def _source(directory: Path, name: str) -> SafetensorsSource:
     return SafetensorsSource(located(directory, name, last=MANIFEST))
 
 
-def _read_added(state: ModelState, added: WeightsSource | None) -> list[tuple[LiveTensor, torch.Tensor]]:
+def fitting_added(state: ModelState, added: WeightsSource | None) -> list[LiveTensor]:
+    """Return this rank's tensors that steps added and a checkpoint holds, and warn of others."""
     shapes = added.shapes() if added is not None else {}
     live = {tensor.name: tensor for tensor in state.correspondence.added()}
     fitting = [name for name, tensor in live.items() if shapes.get(name) == tuple(tensor.layout.shape)]
@@ -289,29 +222,15 @@ def _read_added(state: ModelState, added: WeightsSource | None) -> list[tuple[Li
     ):
         if names:
             warn_user(f"tensors added by replacements, {what}: {', '.join(sorted(names))}")
-    if added is None:
-        return []
-    own = [live[name] for name in fitting if live[name].is_local]
-    return [(one, added.read(one.name, one.layout, state.mesh)) for one in own]
+    return [live[name] for name in fitting if live[name].is_local]
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
-    try:
-        manifest: dict[str, Any] = json.loads(located(path, MANIFEST, last=MANIFEST).read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict) or {"format", "id", "files", "optimizer"} - set(manifest):
-            raise ValueError("it lacks entries")
-    except (OSError, ValueError) as error:
-        raise WeightsError(
-            f"'{path}' is not a checkpoint written by engine.save(): {MANIFEST}: {error}",
-            hint="plain weights are loaded with build(sch, weights=dir)",
-        ) from error
-    if not isinstance(manifest["format"], int) or manifest["format"] > FORMAT:
-        raise WeightsError(
-            f"the checkpoint '{path}' is in format {manifest['format']!r}; this slapo-core reads up to {FORMAT}",
-            hint="pip install --upgrade slapo-core",
-        )
+    manifest = read_manifest(located(path, MANIFEST, last=MANIFEST).parent)
+    if {"files", "optimizer"} - set(manifest):
+        raise WeightsError(f"the description of the checkpoint '{path}' is damaged: {MANIFEST} lacks entries")
     for name in {MODEL, *(name for name in ALL if name in manifest["files"])}:
         try:
             with safe_open(located(path, name, last=MANIFEST), framework="pt") as handle:

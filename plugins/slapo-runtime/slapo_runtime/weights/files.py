@@ -13,32 +13,28 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from slapo_core.errors import warn_user
 from slapo_runtime.sizes import parse_bytes
+from slapo_runtime.weights.safetensors_files import INDEX_FILE, divide, file_names, write_index
 
-if TYPE_CHECKING:
-    pass
-
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 MANIFEST = "checkpoint.json"
 COMPLETE = ".checkpoint-complete"
 _WRITING = ".checkpoint-writing"
 
 
 @contextlib.contextmanager
-def replacing(directory: Path, *, last: str) -> Iterator[Path]:
+def replacing(directory: Path, *, last: str, stale: Sequence[str] = ()) -> Iterator[Path]:
     """Give a directory for new files, which replace old ones at the end.
 
     Args:
         directory: made if it does not exist; other files in it stay.
         last: the name of the file that every reader reads first.
+        stale: the names of old files that go first, before new ones come into their places.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _finish(directory, last)
@@ -55,6 +51,8 @@ def replacing(directory: Path, *, last: str) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)  # the original error is raised
         raise
+    for name in stale:
+        (directory / name).unlink(missing_ok=True)
     _finish(directory, last)
 
 
@@ -86,7 +84,7 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_configurations(model: nn.Module, directory: Path) -> None:
+def write_configurations(model: nn.Module, directory: Path, *, dtype: torch.dtype | None = None) -> None:
     """Write ``config.json``, and ``generation_config.json``, of a model that has them.
 
     A model has one if its ``config`` has ``save_pretrained``, as in transformers. If writing fails, there is a warning:
@@ -95,6 +93,7 @@ def write_configurations(model: nn.Module, directory: Path) -> None:
     Args:
         model: the scheduled model.
         directory: an existing one.
+        dtype: of the written weights; None: of the model's first floating-point parameter.
     """
     config = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
@@ -105,7 +104,7 @@ def write_configurations(model: nn.Module, directory: Path) -> None:
             "has other names; slapo_core.save_pretrained(sch, directory) of a live loop writes the adapter",
         )
         return
-    written: list[tuple[str, Any]] = [("config", _with_class(config, model))]
+    written: list[tuple[str, Any]] = [("config", _with_class(config, model, dtype))]
     generation = getattr(model, "generation_config", None)
     if callable(getattr(generation, "save_pretrained", None)):
         written.append(("generation_config", generation))
@@ -119,12 +118,13 @@ def write_configurations(model: nn.Module, directory: Path) -> None:
             )
 
 
-def _with_class(config: Any, model: nn.Module) -> Any:
+def _with_class(config: Any, model: nn.Module, dtype: torch.dtype | None) -> Any:
     """Return a copy with the class and the element type, as ``model.save_pretrained`` writes it."""
     config = copy.deepcopy(config)
     own = next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed"))
     config.architectures = [own.__name__]  # fully_shard puts its own class first
-    dtype = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
+    found = (tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
+    dtype = dtype or next(found, torch.float32)
     config.dtype = str(dtype).removeprefix("torch.")
     return config
 
@@ -201,7 +201,7 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-_SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 def export_plain(
@@ -219,32 +219,23 @@ def export_plain(
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     limit = None if max_shard_size is None else parse_bytes(max_shard_size, name="max_shard_size")
-    shards = _shards(weights, limit)
-    names = [SINGLE_FILE]
-    if len(shards) > 1:
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    shards = divide([(name, tensor.nbytes) for name, tensor in weights.items()], limit)
+    names = file_names(len(shards))
     for name, shard in zip(names, shards, strict=True):
         save_file({key: weights[key].clone() for key in shard}, path / name, metadata={"format": "pt"})
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in weights.values())
-        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (path / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    else:
-        (path / INDEX_FILE).unlink(missing_ok=True)  # of an earlier export, like the files below
-    for file in path.iterdir():
-        if file.name not in names and (_SHARDS.fullmatch(file.name) or file.name == SINGLE_FILE):
-            file.unlink()
+        write_index(path, total, {key: name for name, shard in zip(names, shards, strict=True) for key in shard})
+    for name in stale_weights(path, keep=[*names, INDEX_FILE] if len(names) > 1 else names):
+        (path / name).unlink()
 
 
-def _shards(weights: Mapping[str, torch.Tensor], limit: int | None) -> list[list[str]]:
-    """Divide the names into files below the limit, with at least one tensor each."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in weights.items():
-        if limit is not None and shards[-1] and size + tensor.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensor.nbytes
-    return shards
+def stale_weights(directory: Path, *, keep: Sequence[str]) -> list[str]:
+    """List files of weights of an earlier export, the index first.
+
+    Args:
+        directory: may not exist.
+        keep: names of new files.
+    """
+    found = {file.name for file in directory.glob("model*.safetensors*")} - set(keep)
+    return sorted(filter(_WEIGHTS.fullmatch, found), reverse=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from slapo_core.errors import WeightsError
-from slapo_core.internals import Internals
+from slapo_core.internals import Internals, parameters_of
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.correspondence.storage import LiveTensor
 from slapo_runtime.initialization import Initializer, cannot_initialize
@@ -21,18 +22,17 @@ from slapo_runtime.weights.sources import MappingSource, SafetensorsSource, Weig
 from slapo_runtime.weights.state import ModelState
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from slapo_core import Schedule
     from slapo_runtime.correspondence.reference import Survey
-    from slapo_runtime.correspondence.storage import Placement
+    from slapo_runtime.correspondence.storage import Placement, Window
 
 
 class Materialization:
     """Give the model its values, one tensor after the other; it can be undone.
 
     The peak memory beside the local shards is one full tensor, or the full tensors that a plugin merges into one. The
-    former shards of tensors that weights overwrite in place are kept on the CPU until :meth:`keep`.
+    former shards of tensors that weights overwrite in place are kept on the CPU until :meth:`keep`; a model on the meta
+    device has none.
 
     Args:
         schedule: not sealed.
@@ -53,7 +53,8 @@ class Materialization:
         self.correspondence.check()
         self.state = ModelState(self.correspondence)
         self.state.built = {live.name: live.tensor.dtype for live in self.correspondence.live()}
-        self.is_complete = False
+        self._has_run = False
+        self._windows: dict[int, tuple[Window, torch.Tensor]] = {}  # with their values, by parameter
         self._schedule, self._source, self._device, self._seed = schedule, source, device, seed
         self._names: dict[str, str] = {}
         if source is not None:
@@ -68,6 +69,11 @@ class Materialization:
         self._initializers: dict[str, Initializer] = {}
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all tensors have their values."""
+        return self._has_run and not self._windows
+
+    @property
     def reference(self) -> dict[str, torch.Tensor]:
         """The reference model's tensors by first name: its own, not copies."""
         return self._reference
@@ -76,10 +82,19 @@ class Materialization:
         """Limit this rank to the tensors of its pipeline stages, until :meth:`take_back`."""
         Internals(self._schedule).tree.tensors.placement = placement
 
-    def run(self) -> Iterator[LiveTensor]:
+    def run(
+        self,
+        windows: Callable[[LiveTensor], Window] | None = None,
+        dtype: Callable[[LiveTensor], torch.dtype | None] | None = None,
+    ) -> Iterator[LiveTensor]:
         """Materialize the tensors in registration order, and yield each.
 
         Tensors of other ranks alone are left out, and replaced by placeholders without memory.
+
+        Args:
+            windows: gives the wanted window of a parameter's local shape. Parameters on the meta device then have no
+                memory until :meth:`fill_windows`.
+            dtype: gives the type of a parameter, into which values are read or cast; None: its own.
 
         Raises:
             WeightsError: tensors on the meta device cannot be initialized; with all of them, after the others.
@@ -90,11 +105,23 @@ class Materialization:
             with self._schedule.reference() as model:  # before anything is installed
                 self._initializers["reference"] = Initializer(model, Internals(self._schedule).hooks, seed=self._seed)
         for live in self.correspondence.live():
+            wanted = (dtype(live) if dtype is not None and live.is_parameter else None) or live.tensor.dtype
             if not live.is_local:
-                if not live.tensor.is_meta:
-                    self._install(live, torch.empty_like(live.tensor.detach(), device="meta"))
+                if not live.tensor.is_meta or live.tensor.dtype != wanted:
+                    self._install(live, torch.empty_like(live.tensor.detach(), device="meta", dtype=wanted))
                 continue
-            value = self._value(live)
+            if windows is not None and live.is_parameter and live.tensor.is_meta and live.tensor.dim():
+                window = windows(live)
+                value = self._value(live, wanted, window)
+                if value is not None:
+                    empty = torch.zeros((), dtype=value.dtype, device=value.device).expand(live.tensor.shape)
+                    live = self._install(live, empty)
+                    self._windows[id(live.tensor)] = (window, value)
+                    yield live
+                continue
+            if not live.tensor.is_meta:
+                self._cast_in_place(live.tensor, wanted)
+            value = self._value(live, wanted)
             if value is not None:
                 yield self._install(live, value)
             elif live.name not in self._failed:
@@ -109,11 +136,23 @@ class Materialization:
         if self._extra:
             self._extra_before = own_extra_states(self.correspondence)
             set_extra_states(self.correspondence, self._extra)
-        self.is_complete = True
+        self._has_run = True
 
-    def cast(self, live: LiveTensor, dtype: torch.dtype) -> None:
-        """Cast a parameter in place, until :meth:`take_back`."""
-        tensor = live.tensor
+    def fill_windows(self, module: nn.Module) -> None:
+        """Give a module's parameters without memory their full memory, with the values of their windows."""
+        filled: dict[int, nn.Parameter] = {}
+        for table in map(parameters_of, module.modules()):
+            for name, parameter in table.items():
+                found = self._windows.pop(id(parameter), None)
+                if parameter is not None and found is not None:
+                    window, value = found
+                    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=value.device)
+                    window.of(full).copy_(value)
+                    filled[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                    filled[id(parameter)].__dict__.update(parameter.__dict__)
+                table[name] = filled.get(id(parameter), parameter)
+
+    def _cast_in_place(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         if tensor.dtype != dtype:
             self._cast.append((tensor, tensor.data, tensor.grad))
             tensor.grad = None
@@ -121,14 +160,14 @@ class Materialization:
 
     def take_back(self) -> None:
         """Restore the model."""
-        for tensor, data, gradient in self._cast:
-            tensor.data = data
-            tensor.grad = gradient
-        self._cast.clear()
         with torch.no_grad():
             for tensor, before in self._overwritten:
                 tensor.copy_(before)
         self._overwritten.clear()
+        for tensor, data, gradient in self._cast:
+            tensor.data = data
+            tensor.grad = gradient
+        self._cast.clear()
         set_extra_states(self.correspondence, self._extra_before)
         self._edit.rollback()
         Internals(self._schedule).tree.tensors.placement = None
@@ -152,8 +191,8 @@ class Materialization:
 
     # -- one tensor -------------------------------------------------------------------------------------------
 
-    def _value(self, live: LiveTensor) -> torch.Tensor | None:
-        """Return the value to install; None if the tensor stays or cannot be initialized."""
+    def _value(self, live: LiveTensor, dtype: torch.dtype, window: Window | None = None) -> torch.Tensor | None:
+        """Return the value to install, or its window; None if the tensor stays or cannot be initialized."""
         if not live.tensor.is_meta:
             moved = self._device is not None and live.tensor.device != self._device
             if (
@@ -161,45 +200,45 @@ class Materialization:
                 and all(name in self._names for name in live.reference_names)
                 and live.reference_names
             ):
-                shard = self._shard(live)
+                shard = self._shard(live, dtype)
                 assert shard is not None
                 if moved:
-                    return shard.to(self._device, live.tensor.dtype)
+                    return shard.to(self._device, dtype)
                 with torch.no_grad():
                     before = live.tensor.detach().to("cpu", copy=True)  # not twice on the model's device
                     self._overwritten.append((live.tensor, before))
                     live.tensor.copy_(shard)
                 return None
             return live.tensor.detach().to(self._device) if moved else None
-        shard = self._shard(live)
-        return shard.to(self._target, live.tensor.dtype) if shard is not None else None
+        shard = self._shard(live, dtype, window)
+        return shard.to(self._target, dtype) if shard is not None else None
 
-    def _shard(self, live: LiveTensor) -> torch.Tensor | None:
-        """Return this rank's shard, on its original device."""
-        mesh, explained = self.correspondence.mesh, live.layout.origin in self.correspondence.survey.origins
-        if not live.reference_names:
-            full = self._initialize("scheduled", live.name, tuple(live.layout.shape))
-        elif explained:
-            name = live.reference_names[0]
-            if self._source is not None and name in self._names:
-                return self._source.read(self._names[name], live.layout, mesh)
-            if self._reference[name].is_meta:
-                shard = self._initializers["reference"].shard(name, live.layout, mesh)
-                if shard is None:
-                    self._failed += [name, live.name]
-                return shard
-            full = self._full(name)
+    def _shard(self, live: LiveTensor, dtype: torch.dtype, window: Window | None = None) -> torch.Tensor | None:
+        """Return this rank's shard, or its window, on its original device."""
+        mesh, name = self.correspondence.mesh, live.reference_names[0] if live.reference_names else ""
+        explained = live.layout.origin in self.correspondence.survey.origins
+        if explained and self._source is not None and name in self._names:
+            return self._source.read_as(self._names[name], live.layout, mesh, dtype, window=window)
+        if name and explained and self._reference[name].is_meta:
+            shard = self._initializers["reference"].shard(name, live.layout, mesh)
+            if shard is None:
+                self._failed += [name, live.name]
         else:
-            parts = {name: self._full(name) for name in live.reference_names}
-            if any(part is None for part in parts.values()):
+            full = self._merged(live) if not explained or not name else self._full(name)
+            if full is None:
                 self._failed.append(live.name)
-                return None
-            tensors = {name: part for name, part in parts.items() if part is not None}
-            full = self.correspondence.translations.from_reference(live, tensors)
-        if full is None:
-            self._failed.append(live.name)
+            shard = live.layout.local(full, mesh) if full is not None else None
+        return shard if shard is None or window is None else window.of(shard).clone()
+
+    def _merged(self, live: LiveTensor) -> torch.Tensor | None:
+        """Return the full value of a tensor that a step added, or that a plugin translates; None if it is unknown."""
+        if not live.reference_names:
+            return self._initialize("scheduled", live.name, tuple(live.layout.shape))
+        parts = {name: self._full(name) for name in live.reference_names}
+        tensors = {name: part for name, part in parts.items() if part is not None}
+        if len(tensors) < len(parts):
             return None
-        return live.layout.local(full, mesh)
+        return self.correspondence.translations.from_reference(live, tensors)
 
     def _full(self, name: str) -> torch.Tensor | None:
         """Return a full reference tensor; None without an initializer."""
@@ -255,15 +294,13 @@ def fitting(survey: Survey, source: WeightsSource, model: nn.Module) -> tuple[We
     try:
         return source, check_names(survey, source)
     except WeightsError as error:
-        if not isinstance(source, SafetensorsSource) or not source.directory.is_dir():
-            raise
         if source.buffers:
             raise WeightsError(
                 error.message,
                 hint=f"the forward resized or registered {', '.join(map(repr, source.buffers))}: build(sch, ...) "
                 f"without weights, and engine.load('{source.directory}')",
             ) from error
-        if not _is_of_transformers(model):
+        if not isinstance(source, SafetensorsSource) or not source.directory.is_dir() or not _is_of_transformers(model):
             raise
         converted = _converted(survey, source, model, error)
         return converted, check_names(survey, converted)

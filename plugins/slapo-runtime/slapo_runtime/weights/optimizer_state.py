@@ -27,12 +27,22 @@ _SEPARATOR = "::"  # between a parameter's name and the key of its state: "fc.we
 
 
 @dataclass(frozen=True)
-class _Moment:
-    """A tensor of the state: its layout, type, and reader of this rank's shard."""
+class Moment:
+    """A tensor of the state.
+
+    Args:
+        layout: of the full tensor.
+        dtype: its type.
+        read: reads this rank's shard; a collective over ``partitioned``.
+        partitioned: the mesh dimensions over which it is partitioned.
+        held: the tensor itself of a torch optimizer, which may be a DTensor; None of another.
+    """
 
     layout: Layout
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
+    partitioned: tuple[str, ...] = ()
+    held: torch.Tensor | None = None
 
 
 class OptimizerState:
@@ -66,7 +76,7 @@ class OptimizerState:
         self._refuse_foreign()
         self._take: Callable[[], None] | None = None
         self._typed: list[tuple[torch.Tensor, str, Callable[[], Any]]] = []  # with another type than their parameters
-        self._tensors: dict[str, _Moment] = {}
+        self._tensors: dict[str, Moment] = {}
         self._scalars: dict[str, dict[str, Any]] = {}
         self._groups = [self._group(group) for group in optimizer.param_groups]
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -113,14 +123,10 @@ class OptimizerState:
                 found[name] = value.to("cpu", copy=True)
         return found
 
-    def shards(self) -> Iterator[tuple[str, Layout, Callable[[], torch.Tensor], Mapping[str, tuple[int, ...]]]]:
-        """Yield this rank's state tensors: name, layout, reader and holders along ``pp``.
-
-        Reading is a collective over a runtime's partition, in the same order on the ranks that share a tensor.
-        """
+    def shards(self) -> Iterator[tuple[str, Moment, Mapping[str, tuple[int, ...]]]]:
+        """Yield this rank's state tensors, with the holders along ``pp``, in the same order on all ranks."""
         for name, one in self._tensors.items():
-            holders = {"pp": self._held[name].places} if name in self._held else {}
-            yield name, one.layout, one.read, holders
+            yield name, one, {"pp": self._held[name].places} if name in self._held else {}
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the shapes of the full, merged state tensors."""
@@ -223,11 +229,11 @@ class OptimizerState:
                     "only, by state_dict()",
                 )
             elif value.dim() and tuple(value.shape) == local_shape:
-                self._tensors[full_key] = _Moment(layout, value.dtype, partial(self._storage.read, parameter, key))
+                self._tensors[full_key] = self._moment(layout, value.dtype, parameter, key)
             elif not value.dim() or not (self._is_split(layout) or value.is_meta):
                 full = Layout(full_key, tuple(value.shape))
-                read = partial(self._storage.read, parameter, key) if value.is_meta else partial(_same, value)
-                self._tensors[full_key] = _Moment(full, value.dtype, read)
+                own = Moment(full, value.dtype, partial(_same, value))
+                self._tensors[full_key] = self._moment(full, value.dtype, parameter, key) if value.is_meta else own
             else:
                 raise BuildError(
                     f"{self._kind} keeps '{key}' of shape {tuple(value.shape)} for '{name}' of local shape "
@@ -235,6 +241,11 @@ class OptimizerState:
                     hint="use an optimizer with state of its parameters' shapes, or save the weights only, by "
                     "state_dict()",
                 )
+
+    def _moment(self, layout: Layout, dtype: torch.dtype, parameter: torch.Tensor, key: str) -> Moment:
+        held = self._storage.held(parameter, key) if isinstance(self._storage, TorchOptimizer) else None
+        read = partial(self._storage.read, parameter, key)
+        return Moment(layout, dtype, read, self._storage.partitioned(parameter), held)
 
     def _of_this_rank(self) -> Iterator[str]:
         for live in self._state.tensors():
@@ -280,7 +291,8 @@ class OptimizerState:
             if not shape or shape != tuple(layout.shape):
                 layout = Layout(key, shape)
             assert source is not None
-            states.setdefault(name, {})[own_key] = partial(source.read, key, layout, self._mesh)
+            like = parameters.get(name)
+            states.setdefault(name, {})[own_key] = partial(source.read_like, key, layout, self._mesh, like)
         groups = [  # settings that the checkpoint lacks, e.g. of a new scheduler, stay
             {key: value for key, value in present.items() if key != "params"}
             | {key: _from_json(value, present.get(key)) for key, value in values.items()}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from slapo_core.errors import WeightsError
-from slapo_core.layout import DATA_DIMS, Layout, ShardRange
-from slapo_runtime.correspondence.storage import ShardedState, ShardSource, TensorShard, shard_ranges
+from slapo_core.layout import DATA_DIMS, Layout
+from slapo_runtime.correspondence.storage import ShardedState, ShardSource, TensorShard, Window, blocks, window_of
 from slapo_runtime.ranks.world import together
 from slapo_runtime.weights.checkpoint import (
     assign_loaded,
@@ -26,7 +27,7 @@ from slapo_runtime.weights.sources import WeightsSource
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
-    from slapo_runtime.correspondence.storage import OptimizerStorage
+    from slapo_runtime.correspondence.storage import LiveTensor, OptimizerStorage
     from slapo_runtime.weights.optimizer_state import OptimizerState
     from slapo_runtime.weights.state import ModelState
 
@@ -48,20 +49,32 @@ def shards_of(
     moments = collect_optimizer_state(state, optimizer)
     if moments is not None:
         moments.merge()
-    writer = _ShardCollector(state.mesh)
-    weights = {spec.keys[0]: list(spec.shape) for spec in state.correspondence.survey.specs.values() if spec.keys}
-    added = state.correspondence.added()
-    for kind, name, layout, value, holders in _weights(state):
-        writer.add(kind, name, layout, value, holders)
-    if moments is not None:
-        for name, layout, read, holders in moments.shards():
-            writer.add("optimizer", name, layout, read(), holders)
-    description: dict[str, Any] = {"format": SHARDS_FORMAT, "weights": weights, "runtime": dict(runtime)}
-    description["added"] = {live.name: list(live.layout.shape) for live in added}
+    found = []
+    for one in own_shards(state, moments):
+        value = one.read().to("cpu", copy=True).contiguous()
+        found.append(TensorShard(one.kind, one.name, one.shape, one.offset, value))
+    return ShardedState(description_of(state, moments, extra, runtime), found)
+
+
+def description_of(
+    state: ModelState, moments: OptimizerState | None, extra: Mapping[str, str], runtime: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return everything of a checkpoint but the tensors, as JSON.
+
+    Args:
+        state: of the model.
+        moments: of the optimizer, merged.
+        extra: the modules' extra state, encoded.
+        runtime: the further state of the runtime.
+    """
+    specs = state.correspondence.survey.specs.values()
+    description: dict[str, Any] = {"format": SHARDS_FORMAT, "runtime": dict(runtime)}
+    description["weights"] = {spec.keys[0]: list(spec.shape) for spec in specs if spec.keys}
+    description["added"] = {live.name: list(live.layout.shape) for live in state.correspondence.added()}
     description |= {"extra": extra, "buffers": as_json(state.correspondence.survey.buffers), "optimizer": None}
     if moments is not None:
         description["optimizer"] = {**moments.description(), "tensors": moments.shapes()}
-    return ShardedState(description, writer.shards)
+    return description
 
 
 def load_shards(
@@ -111,75 +124,152 @@ def _load_shards(
     return about
 
 
-_Found = tuple[Kind, str, Layout, torch.Tensor, Mapping[str, tuple[int, ...]]]
+@dataclass(frozen=True)
+class OwnShard:
+    """A rectangle of a full tensor that this rank writes, not read yet.
+
+    Args:
+        kind: as of :class:`slapo_runtime.correspondence.storage.TensorShard`.
+        name: of the full tensor.
+        shape: of the full tensor.
+        offset: of the rectangle in it.
+        read: returns its elements, on any device, perhaps as a view; valid until the next rectangle.
+    """
+
+    kind: Kind
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
 
 
-def _weights(state: ModelState) -> Iterator[_Found]:
-    """Yield this rank's weights and added tensors, in the same order everywhere."""
-    correspondence, survey = state.correspondence, state.correspondence.survey
+def own_shards(state: ModelState, moments: OptimizerState | None) -> Iterator[OwnShard]:
+    """Yield the rectangles that this rank writes, one after the other.
+
+    Every element of every tensor is in one rectangle of exactly one rank: replicas write replicated tensors in turn. To
+    go on is a collective, where a runtime partitions tensors, and for partial values: every rank goes on to the end.
+    """
+    mesh = state.mesh
+    for number, tensor in enumerate(_local_tensors(state, moments), start=1):
+        partials = tuple((mesh_dim, one) for mesh_dim, one in tensor.layout.placements if one.is_partial())
+        held: list[torch.Tensor] = []
+        if tensor.is_collective or partials:
+            value = tensor.read()
+            held.append(Layout(tensor.layout.origin, tuple(value.shape), partials).full(value, mesh))
+            del value
+        if _writes(tensor, number, mesh):
+            for offset, own in _rectangles(tensor, mesh):
+                yield OwnShard(
+                    tensor.kind, tensor.name, tuple(tensor.layout.shape), offset, partial(_cut, held, tensor.read, own)
+                )
+        held.clear()  # before the next tensor is read
+
+
+@dataclass(frozen=True)
+class _LocalTensor:
+    """A tensor of this rank.
+
+    Args:
+        kind: of it.
+        name: of the full tensor.
+        layout: of this rank's shard.
+        read: returns this rank's shard, or its window.
+        holders: the ranks along mesh dimensions that have it, where not all do.
+        is_collective: whether reading it is a collective.
+        window: of a DTensor.
+        apart: the mesh dimensions over which windows differ.
+    """
+
+    kind: Kind
+    name: str
+    layout: Layout
+    read: Callable[[], torch.Tensor]
+    holders: Mapping[str, tuple[int, ...]]
+    is_collective: bool = False
+    window: Window | None = None
+    apart: tuple[str, ...] = ()
+
+
+def _local_tensors(state: ModelState, moments: OptimizerState | None) -> Iterator[_LocalTensor]:
+    """Yield this rank's weights, added tensors and optimizer state, in the same order everywhere."""
+    correspondence, survey, storage = state.correspondence, state.correspondence.survey, state.storage
+
+    def of(kind: Kind, name: str, live: LiveTensor) -> _LocalTensor:
+        held = live.tensor if state.kept is None else None
+        partitioned = storage.partitioned(live)
+        return _local(
+            kind, name, live.layout, partial(storage.read, live), correspondence.holders(live), partitioned, held
+        )
+
+    def _local(
+        kind: Kind,
+        name: str,
+        layout: Layout,
+        read: Callable[[], torch.Tensor],
+        holders: Mapping[str, tuple[int, ...]],
+        partitioned: tuple[str, ...],
+        held: torch.Tensor | None,
+    ) -> _LocalTensor:
+        window = window_of(held, state.mesh) if held is not None else None
+        if held is None or window is None:
+            return _LocalTensor(kind, name, layout, read, holders, is_collective=bool(partitioned))
+        rows: Any = held
+        return _LocalTensor(kind, name, layout, rows.detach().to_local, holders, window=window, apart=partitioned)
+
     done = set()
     for live, spec in correspondence.carried():
         if spec.keys and spec.name not in done and live.is_local:
             done.add(spec.name)
-            yield "weight", spec.keys[0], live.layout, state.storage.read(live), correspondence.holders(live)
+            yield of("weight", spec.keys[0], live)
     for live, specs in correspondence.translated():
-        value = state.full(live)
-        tensors = correspondence.translations.to_reference(live, value)
+        tensors = dict(correspondence.translations.to_reference(live, state.full(live)))
         for spec in (one for one in specs if one.keys):
-            yield "weight", spec.keys[0], Layout(spec.name, spec.shape), tensors[spec.name], {}
+            layout = Layout(spec.name, spec.shape)
+            yield _LocalTensor("weight", spec.keys[0], layout, partial(tensors.pop, spec.name), {}, is_collective=True)
     for name, value in state.dropped.items():
-        yield "weight", survey.specs[name].keys[0], Layout(name, tuple(value.shape)), value, {}
+        layout = Layout(name, tuple(value.shape))
+        yield _LocalTensor("weight", survey.specs[name].keys[0], layout, value.detach, {})
     for live in correspondence.added():
         if live.is_local:
-            yield "added", live.name, live.layout, state.storage.read(live), correspondence.holders(live)
+            yield of("added", live.name, live)
+    for name, one, holders in moments.shards() if moments is not None else ():
+        yield _local("optimizer", name, one.layout, one.read, holders, one.partitioned, one.held)
 
 
-class _ShardCollector:
-    """Collect the shards that this rank writes; replicas write replicated tensors in turn.
-
-    Args:
-        mesh: of the schedule.
-    """
-
-    def __init__(self, mesh: Mesh | None) -> None:
-        self._mesh = mesh
-        self._number = 0
-        self.shards: list[TensorShard] = []
-
-    def add(
-        self, kind: Kind, name: str, layout: Layout, value: torch.Tensor, holders: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        """Add a shard if this rank writes it: a collective for partial values."""
-        partials = tuple((mesh_dim, one) for mesh_dim, one in layout.placements if one.is_partial())
-        full = Layout(layout.origin, tuple(value.shape), partials).full(value, self._mesh)
-        self._number += 1
-        if not self._writes(layout, holders):
-            return
-        others = [part for part in layout.parts(self._mesh) if not self._is_first(part)]
-        for at, offset, extent in _blocks(layout, self._mesh):
-            if any(at[part.axis] == part.start for part in others):
-                continue  # its first rank writes it
-            own = full.detach()[tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))]
-            copy = own.to("cpu", copy=True).contiguous()
-            self.shards.append(TensorShard(kind, name, tuple(layout.shape), offset, copy))
-
-    def _is_first(self, part: ShardRange) -> bool:
-        return self._mesh is None or self._mesh.rank(part.mesh_dim) == part.places[0]
-
-    def _writes(self, layout: Layout, holders: Mapping[str, tuple[int, ...]]) -> bool:
-        mesh = self._mesh
-        if mesh is None:
-            return True
-        split, rest = {mesh_dim for mesh_dim, _ in layout.shards()}, self._number
-        for mesh_dim, size in mesh.sizes.items():
-            everyone = layout.holders(mesh, mesh_dim) if mesh_dim in split else tuple(range(size))
-            places = holders.get(mesh_dim, everyone)
-            turn = 0
-            if mesh_dim in DATA_DIMS:
-                rest, turn = divmod(rest, len(places))
-            if mesh.rank(mesh_dim) != places[turn]:
-                return False
+def _writes(tensor: _LocalTensor, number: int, mesh: Mesh | None) -> bool:
+    """Return whether this rank writes its shard of the tensor with a number; replicas take turns."""
+    if mesh is None:
         return True
+    split, rest = {mesh_dim for mesh_dim, _ in tensor.layout.shards()}, number
+    for mesh_dim, size in mesh.sizes.items():
+        if mesh_dim in tensor.apart:
+            continue
+        everyone = tensor.layout.holders(mesh, mesh_dim) if mesh_dim in split else tuple(range(size))
+        places = tensor.holders.get(mesh_dim, everyone)
+        turn = 0
+        if mesh_dim in DATA_DIMS:
+            rest, turn = divmod(rest, len(places))
+        if mesh.rank(mesh_dim) != places[turn]:
+            return False
+    return True
+
+
+def _rectangles(tensor: _LocalTensor, mesh: Mesh | None) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """Yield offset in the full tensor and place in the shard of each rectangle that this rank writes."""
+    layout = tensor.layout
+    if not math.prod(layout.shape):
+        yield (0,) * len(layout.shape), ()
+        return
+    first = [0] * len(layout.shape) if tensor.window is None else tensor.window.offset
+    others = [part for part in layout.parts(mesh) if mesh is not None and mesh.rank(part.mesh_dim) != part.places[0]]
+    for at, offset, extent in blocks(layout, mesh, tensor.window):
+        if any(part.start <= at[part.axis] + first[part.axis] < part.start + part.length for part in others):
+            continue  # its first rank writes it
+        yield offset, tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))
+
+
+def _cut(held: list[torch.Tensor], read: Callable[[], torch.Tensor], own: tuple[slice, ...]) -> torch.Tensor:
+    return (held[0] if held else read()).detach()[own]
 
 
 class _PlannedSource(WeightsSource):
@@ -218,7 +308,7 @@ class _PlannedSource(WeightsSource):
         key = (name, tuple(map(tuple, layout.segments(mesh))))
         if key not in self._read and not self.is_there:
             self._read[key] = []
-            for at, offset, extent in _blocks(layout, mesh):
+            for at, offset, extent in blocks(layout, mesh):
                 shard = TensorShard(self._kind, name, self._shapes[name], offset, torch.zeros(extent, dtype=like.dtype))
                 own = tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))
                 self._read[key].append((own, shard))
@@ -233,17 +323,3 @@ class _PlannedSource(WeightsSource):
             return self._source.like(self._kind, name)
         except KeyError:
             raise WeightsError(f"{self.label} lacks '{name}' of its description") from None
-
-
-def _blocks(layout: Layout, mesh: Mesh | None) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Yield a shard's rectangles: start in the shard, start in the full tensor, extent.
-
-    Padding is left out.
-    """
-    for ranges in itertools.product(*(shard_ranges(axis) for axis in layout.segments(mesh))):
-        extent = tuple(
-            max(0, min(start + length, size) - start)
-            for (_, start, length), size in zip(ranges, layout.shape, strict=True)
-        )
-        if math.prod(extent):
-            yield tuple(at for at, _, _ in ranges), tuple(start for _, start, _ in ranges), extent

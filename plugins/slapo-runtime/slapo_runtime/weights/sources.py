@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from abc import ABC, abstractmethod
@@ -14,9 +13,17 @@ import torch
 
 from slapo_core.errors import WeightsError
 from slapo_core.layout import Layout
-from slapo_runtime.correspondence.storage import shard_ranges
-from slapo_runtime.weights.files import COMPLETE, INDEX_FILE, MANIFEST, SINGLE_FILE, located
+from slapo_runtime.correspondence.storage import Window, blocks, slices
+from slapo_runtime.weights.files import COMPLETE, MANIFEST, located
 from slapo_runtime.weights.module_state import is_extra, unpacked
+from slapo_runtime.weights.safetensors_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    TYPES,
+    StoredTensor,
+    headers_of,
+    read_index,
+)
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -28,9 +35,13 @@ class WeightsSource(ABC):
 
     Attributes:
         extra: the modules' extra state (``get_extra_state``), by the keys of the state dict.
+        buffers: of a checkpoint: the shapes and types of buffers that forwards resized or registered.
+        directory: of the files, if there are any.
     """
 
     extra: Mapping[str, Any] = {}
+    buffers: Mapping[str, Any] = {}
+    directory: Path = Path()
 
     @property
     @abstractmethod
@@ -41,16 +52,51 @@ class WeightsSource(ABC):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of all tensors, by name."""
 
+    def check_files(self, *, part: tuple[int, int] = (0, 1)) -> None:
+        """Compare files with their checksums, if there are any.
+
+        Args:
+            part: ``(place, count)``: of ``count`` readers that share the work, this is the one at ``place``.
+
+        Raises:
+            WeightsError: a file is damaged.
+        """
+        return
+
     @abstractmethod
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
         """Read this rank's shard in the source's dtype, as new contiguous memory."""
+
+    def read_as(
+        self, name: str, layout: Layout, mesh: Mesh | None, dtype: torch.dtype, *, window: Window | None = None
+    ) -> torch.Tensor:
+        """Read this rank's shard in another dtype, as new contiguous memory.
+
+        Args:
+            name: of the full tensor.
+            layout: of the shard.
+            mesh: of the ranks.
+            dtype: of the result.
+            window: of the shard, to be read; None: all of it.
+        """
+        shard = self.read(name, layout, mesh)
+        return (shard if window is None else window.of(shard).clone()).to(dtype)
+
+    def read_full(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Read a full tensor in a type, into the memory of the CPU."""
+        return self.read_as(name, Layout(name, tuple(self.shapes()[name])), None, dtype).to("cpu")
+
+    def read_like(self, name: str, layout: Layout, mesh: Mesh | None, like: torch.Tensor | None) -> torch.Tensor:
+        """Read as :meth:`read`; of a DTensor ``like``, this rank's rows may be enough, as a DTensor."""
+        return self.read(name, layout, mesh)
 
 
 def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | WeightsSource) -> WeightsSource:
     """Open the ``weights`` of ``build``.
 
     Args:
-        weights: a directory with safetensors files, one such file, or a mapping of full tensors.
+        weights: a directory with safetensors files, one such file, the checkpoint of a step, a directory of them, of
+            which the newest complete one is read, or a mapping of full tensors.
 
     Raises:
         WeightsError: there are no weights, or they cannot be read.
@@ -60,7 +106,9 @@ def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | W
     if isinstance(weights, Mapping):
         return MappingSource(weights)
     if isinstance(weights, (str, os.PathLike)):
-        return SafetensorsSource(Path(weights))
+        from slapo_runtime.checkpoints.reader import open_checkpoint
+
+        return open_checkpoint(weights) or SafetensorsSource(Path(weights))
     raise WeightsError(
         f"weights must be a directory, a .safetensors file or a mapping of tensors (got {type(weights).__name__})",
         hint='build(sch, weights="dir/with/safetensors")',
@@ -100,37 +148,49 @@ class SafetensorsSource(WeightsSource):
         self._path = self.directory = path
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
-        description = _description_of(path)
+        description = description_of(path)
         self.extra = unpacked(description.get("extra", {}))
-        self.buffers: Mapping[str, Any] = description.get("buffers", {})  # that forwards resized or registered
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for file, names in self._find(path).items():
+        self.buffers = description.get("buffers", {})
+        self._stored: dict[str, StoredTensor] = {}
+        for file, tensors in headers_of(self.find(path)):
             handle = self._open(file)
-            present = set(handle.keys())
-            absent = sorted(names - present) if names is not None else []
-            if absent:
-                raise WeightsError(f"{file} lacks tensors that {INDEX_FILE} lists: {', '.join(absent)}")
-            for name in sorted(present if names is None else names):
+            for name, stored in sorted(tensors.items()):
                 if is_extra(name):
                     self.extra = {**self.extra, name: handle.get_tensor(name).clone()}
                     continue
                 self._file_of[name] = file
-                self._shapes[name] = tuple(handle.get_slice(name).get_shape())
+                self._stored[name] = stored
 
     @property
     def label(self) -> str:
         return f"weights '{self._path}'"
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
+        return {name: one.shape for name, one in self._stored.items()}
 
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-        handle = self._files[self._file_of[name]]
-        if layout.shape:
-            shard = _read_segments(handle.get_slice(name), layout, mesh)
-        else:
-            shard = handle.get_tensor(name).clone()
-        return shard if layout.holds_values(mesh) else shard.zero_()
+        return self.read_as(name, layout, mesh, self.dtype(name))
+
+    def read_as(
+        self, name: str, layout: Layout, mesh: Mesh | None, dtype: torch.dtype, *, window: Window | None = None
+    ) -> torch.Tensor:
+        # A copy: safetensors maps the file, and later writes into it would reach the model.
+        value = torch.zeros(layout.local_shape(mesh) if window is None else window.shape, dtype=dtype, device="cpu")
+        if layout.holds_values(mesh):
+            handle = self._files[self._file_of[name]]
+            if not layout.shape:
+                return value.copy_(handle.get_tensor(name))
+            stored = handle.get_slice(name)
+            for at, offset, extent in blocks(layout, mesh, window):  # each is converted by itself
+                value[slices(at, extent)] = stored[slices(offset, extent)]
+        return value
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the stored type of a tensor."""
+        code = self._stored[name].dtype
+        if code not in TYPES:
+            raise WeightsError(f"{self.label}: '{name}' is stored as {code}, which is not supported")
+        return TYPES[code]
 
     def _open(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -142,14 +202,18 @@ class SafetensorsSource(WeightsSource):
         return self._files[file]
 
     @staticmethod
-    def _find(path: Path) -> dict[Path, set[str] | None]:
-        """Return the files to read, each with its names; None takes all."""
+    def find(path: Path) -> dict[Path, set[str] | None]:
+        """Return the files to read, each with its names; None takes all.
+
+        Raises:
+            WeightsError: there are none, or several without an index, or the index is damaged.
+        """
         if path.is_file():
             return {path: None}
         if not path.is_dir():
             raise WeightsError(f"no weights found at '{path}': no such file or directory")
         if (path / INDEX_FILE).is_file():
-            return _read_index(path / INDEX_FILE)
+            return {**read_index(path / INDEX_FILE)}
         for file in (path / COMPLETE / SINGLE_FILE, path / SINGLE_FILE):
             if file.is_file():
                 return {file: None}
@@ -194,7 +258,7 @@ class Wider(WeightsSource):
         return self._source.read(name, layout, mesh)
 
 
-def _description_of(directory: Path) -> dict[str, Any]:
+def description_of(directory: Path) -> dict[str, Any]:
     """Return the description of an engine's checkpoint; empty for other directories and for files."""
     file = located(directory, MANIFEST, last=MANIFEST)
     if not file.is_file():
@@ -203,40 +267,6 @@ def _description_of(directory: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise WeightsError(f"{file} is not the description of a checkpoint: {error}") from error
-
-
-def _read_index(file: Path) -> dict[Path, set[str] | None]:
-    try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(str(name), str(shard)) for name, shard in weight_map.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{file} is not an index of safetensors files: {type(error).__name__}: {error}") from error
-    files: dict[Path, set[str] | None] = {}
-    for name, shard in pairs:
-        if Path(shard).name != shard:
-            raise WeightsError(f"{file} places '{name}' in '{shard}', outside of its directory")
-        names = files.setdefault(file.parent / shard, set())
-        assert names is not None
-        names.add(name)
-    return files
-
-
-def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-    """Read only this rank's ranges, with zeros for padding.
-
-    The result is a copy: safetensors maps the file, and later writes into it would reach the model.
-    """
-    shard: torch.Tensor | None = None
-    for ranges in itertools.product(*(shard_ranges(axis) for axis in layout.segments(mesh))):
-        stops = [min(start + length, extent) for (_, start, length), extent in zip(ranges, layout.shape, strict=True)]
-        starts = [min(start, stop) for (_, start, _), stop in zip(ranges, stops, strict=True)]
-        part = stored[tuple(map(slice, starts, stops))]
-        if shard is None:
-            shard = torch.zeros(layout.local_shape(mesh), dtype=part.dtype, device="cpu")
-        own = tuple(slice(at, at + extent) for (at, _, _), extent in zip(ranges, part.shape, strict=True))
-        shard[own] = part
-    assert shard is not None
-    return shard
 
 
 def check_names(survey: Survey, source: WeightsSource) -> dict[str, str]:
@@ -281,6 +311,7 @@ def check_names(survey: Survey, source: WeightsSource) -> dict[str, str]:
 
 def read_tensor(source: WeightsSource, name: str, spec: TensorSpec, *, wider: bool = False) -> torch.Tensor:
     """Read a full tensor in the model's type; ``wider`` keeps a wider type."""
+    if not wider:
+        return source.read_full(name, spec.dtype)
     value = source.read(name, Layout(spec.name, spec.shape), None)
-    dtype = torch.promote_types(value.dtype, spec.dtype) if wider else spec.dtype
-    return value.to("cpu", dtype)
+    return value.to("cpu", torch.promote_types(value.dtype, spec.dtype))

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import ReplicaError, WeightsError, warn_user
+from slapo_runtime.checkpoints.loading import load_checkpoint
+from slapo_runtime.checkpoints.saving import PendingSave, Saving, save_checkpoint
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.correspondence.reference import TensorSpec
 from slapo_runtime.correspondence.storage import InPlace, LiveTensor, is_distributed
 from slapo_runtime.ranks.exchange import exchange_device
 from slapo_runtime.ranks.world import gather_along, together
 from slapo_runtime.replicas import DIVERGED, DIVERGED_LIVE, compare_all
-from slapo_runtime.weights.checkpoint import load_checkpoint, save_checkpoint
 from slapo_runtime.weights.module_state import chosen, extra_states, follow_buffers, is_extra, set_extra_states
 from slapo_runtime.weights.sharded_checkpoint import load_shards, shards_of
 from slapo_runtime.weights.sources import WeightsSource, check_names, open_source, read_tensor
@@ -46,6 +47,7 @@ class ModelState:
         storage: of the tensors, by a runtime or the model.
         built: the types of the live tensors before a runtime converted them, by name.
         hint: for differing replicas.
+        saving: the facts about checkpoints: steps, attached objects.
     """
 
     correspondence: Correspondence
@@ -54,6 +56,7 @@ class ModelState:
     storage: TensorStorage = field(default_factory=InPlace)
     built: dict[str, torch.dtype] = field(default_factory=dict)
     hint: str = DIVERGED
+    saving: Saving = field(default_factory=Saving)
     _has_warned: bool = False
     _trained: dict[str, torch.dtype] = field(default_factory=dict)
 
@@ -187,14 +190,21 @@ class ModelState:
         *,
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
-    ) -> None:
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> PendingSave | None:
         """Save weights and optimizer state, for any schedule and target of the same model.
 
         Args:
-            directory: made if it does not exist; a checkpoint in it is replaced entirely.
+            directory: of the checkpoints of all steps; made if it does not exist.
             optimizer: over the model's parameters.
             runtime: the further state of the runtime, as JSON, by name: ``{"lr_scheduler": {...}}``; under
                 ``"counters"`` informative values, e.g. the number of steps.
+            keep: the number of checkpoints to keep; None keeps all.
+            asynchronous: return once the values are copied.
+
+        Returns:
+            the pending save; None where it is over.
 
         Raises:
             ReplicaError: as for :meth:`check_replicas`; the written checkpoint is complete, with the first rank's
@@ -202,7 +212,7 @@ class ModelState:
             BuildError: the state of the optimizer or ``runtime`` cannot be saved, or writing failed.
         """
         self.check_unchanged()
-        save_checkpoint(directory, self, optimizer, runtime or {})
+        return save_checkpoint(directory, self, optimizer, runtime or {}, keep=keep, asynchronous=asynchronous)
 
     def load(
         self,
@@ -260,6 +270,19 @@ class ModelState:
         ``source`` is read once, for all shards of this rank. Arguments, result and errors are as for :meth:`load`.
         """
         return load_shards(self, description, source, optimizer, uses)
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the weights as safetensors; see :meth:`slapo_runtime.engine.StatefulEngine.export`."""
+        from slapo_runtime.weights.export import export
+
+        self._learn_types()
+        export(self, directory, max_shard_size=max_shard_size, dtype=dtype)
 
     @property
     def is_first_rank(self) -> bool:
@@ -372,7 +395,7 @@ class ModelState:
             if carrier is not None:
                 value = self.full(carrier)
             else:
-                value = self.from_holders(None, spec.shape, self._trained.get(spec.name, spec.dtype), holders)
+                value = self.full_elsewhere(spec.name)
             if wanted:
                 full[spec.name] = copied(value, self._own_type(value, spec.dtype))
         return full
@@ -382,6 +405,12 @@ class ModelState:
         value = live.layout.full(self.storage.read(live), self.mesh) if live.is_local else None
         holders = self.correspondence.holders(live)
         return self.from_holders(value, tuple(live.layout.shape), self._type(live), holders)
+
+    def full_elsewhere(self, name: str) -> torch.Tensor:
+        """Gather a reference tensor without a live tensor on this rank: a collective over ``pp``."""
+        spec = self.correspondence.survey.specs[name]
+        dtype = self._trained.get(name, spec.dtype)
+        return self.from_holders(None, spec.shape, dtype, self.correspondence.holders_of(spec))
 
     def _type(self, live: LiveTensor) -> torch.dtype:
         """Return a tensor's type on the ranks that hold it."""
