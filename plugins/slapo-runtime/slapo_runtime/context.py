@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core.dialect import StepResult
 from slapo_core.errors import BuildError, warn_user
 from slapo_core.internals import Internals
 from slapo_runtime.batches import (
@@ -20,7 +22,6 @@ from slapo_runtime.batches import (
     micro_batches,
     switch_to_training,
 )
-from slapo_runtime.full_matrix import FullMatrixSteps
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.losses import LossCall, LossWeights, Scales, require_items_read, trained
 from slapo_runtime.private import tree_map_only
@@ -28,6 +29,7 @@ from slapo_runtime.ranks.consistency import FirstSteps
 from slapo_runtime.ranks.world import together
 from slapo_runtime.stages import RankModule, StagedModel
 from slapo_runtime.stages.signatures import StagedModels, require_one_signature
+from slapo_runtime.weights.full_matrix import FullMatrixSteps
 from slapo_runtime.weights.lr_scheduler import make_lr_scheduler
 from slapo_runtime.weights.optimizer import make_optimizer, same_groups, warn_of_lost_updates
 from slapo_runtime.weights.parameter_groups import GroupedFactory
@@ -85,6 +87,13 @@ def _loss(output: Output) -> tuple[str, ...]:
     return (output.loss,) if output.loss is not None else ()
 
 
+def _learning_rate(optimizer: Any) -> Any:
+    """Return that of the first group with one, which a later change leaves as it is."""
+    groups: Any = getattr(optimizer, "param_groups", ())
+    rate = next((group["lr"] for group in groups if "lr" in group), None)
+    return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
+
+
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """Detach a micro-batch's tensor from the version counter of the full batch."""
     return tensor if tensor.requires_grad else tensor.data
@@ -140,6 +149,8 @@ class BuildContext:
         self._clipper: GradientClipper | None = None
         self._tied: TiedGradients | None = None
         self._is_cut = False  # a batch, before
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._begun: tuple[float, Any] = (0.0, None)  # the time of the present step, and its learning rate
         self.schedules_learning_rate = arguments.lr_scheduler is None
         self.has_groups_of_parameters = groups is None or self.optimizer is not None
         self._groups = groups
@@ -222,6 +233,7 @@ class BuildContext:
                     warn_of_lost_updates(optimizer, stacklevel=8)
         if self.placement is not None and optimizer is not None:
             same_groups(self._mesh, optimizer)
+        self._optimizer = optimizer
         return optimizer
 
     def _is_by_parameter(self, kind: type) -> bool:
@@ -416,7 +428,8 @@ class BuildContext:
     def _split_batch(
         self, batch: Any, count: int | None, *, axes: Mapping[str, int | None] | None, option: str
     ) -> list[Any]:
-        """Cut a batch, and warn once of equal weights for unequal micro-batches."""
+        """Cut a batch, the beginning of a step, and warn once of equal weights for unequal micro-batches."""
+        self._begun = time.perf_counter(), _learning_rate(self._optimizer)
         option = option or ("accumulate" if count is None else "microbatches")
         count = self.accumulate if count is None else count
         batches = self._cut(batch, count, option, axes)
@@ -539,6 +552,17 @@ class BuildContext:
         if self._clipper is None:
             self._clipper = GradientClipper(self._values.correspondence, self._arguments.max_grad_norm)
         return self._clipper.clip()
+
+    def step_result(self, loss: torch.Tensor, output: Any = None, grad_norm: torch.Tensor | None = None) -> StepResult:
+        """Make the result of a training step that began with :meth:`micro_batches` or :meth:`staged`.
+
+        Args:
+            loss: see :class:`slapo_core.StepResult`.
+            output: see there.
+            grad_norm: see there.
+        """
+        start, rate = self._begun
+        return StepResult(loss, output, grad_norm, rate, self._weights.total, time.perf_counter() - start)
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """Raise on every rank if the block raises on one of them.

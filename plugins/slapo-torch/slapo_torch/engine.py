@@ -86,6 +86,8 @@ class TorchRuntime:
 
     def clip_gradients(self) -> torch.Tensor | None:
         """Clip all gradients: a collective; return the norm before, or None."""
+        if self._sharded is not None:
+            self._sharded.reshard()  # a forward without a backward has left full parameters
         return self._context.clip_gradients()
 
     def watch(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -219,8 +221,8 @@ class TorchEngine(PreciseEngine):
         norm = self._update()
         self.steps += 1
         if len(batches) > 1:
-            return StepResult(torch.stack(losses).mean(), None, norm)
-        return StepResult(losses[0], output, norm)
+            return self._context.step_result(torch.stack(losses).mean(), None, norm)
+        return self._context.step_result(losses[0], output, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
         if self._runtime is None:

@@ -235,7 +235,7 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         with self._closing(lambda: self._at):
             norm = self._update(self._stand)
         self.steps += 1
-        return StepResult(loss, None, norm)
+        return self._context.step_result(loss, None, norm)
 
     def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:
         """Run the forwards of all micro-batches.

@@ -180,6 +180,7 @@ class ShardedData(ShardedModel):
         self._model, self._name = model, type(model).__name__  # fully_shard puts a class of its own before it
         self._has_failed = False
         super().__init__(model, {**units, "": units.get("", root)}, mesh, policy=policy, fill=fill)
+        model.register_forward_pre_hook(_reshard_first, prepend=True)  # before that of fully_shard
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -239,6 +240,11 @@ class ShardedData(ShardedModel):
                 hint="return tensors, or tuples, dictionaries or dataclasses of them; or register the output's class: "
                 "torch.utils._pytree.register_pytree_node",
             )
+
+
+def _reshard_first(module: Any, _: Any) -> None:
+    """Free full parameters of the root that a forward without a backward has left: a step did not reach them."""
+    module.reshard()
 
 
 def _parameters(module: Any) -> Iterable[nn.Parameter]:

@@ -17,12 +17,12 @@ from tests.support.tied_model import CLIP, batch
 preload_modules("torch.distributed.fsdp", "slapo_tp")
 pytestmark = pytest.mark.ranks
 
-LAYOUTS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
-    ({"dp": 2, "tp": 2}, {"data_parallel": "fsdp"}),
-    ({"dp_replicate": 2, "dp": 2}, {"data_parallel": "fsdp"}),
-    ({"dp": 2, "tp": 2}, {}),
-    ({"pp": 2, "dp": 2}, {"data_parallel": "fsdp", "microbatches": 2}),
-)
+Layout = tuple[dict[str, int], dict[str, Any]]
+BOTH: Layout = ({"dp": 2, "tp": 2}, {"data_parallel": "fsdp"})
+HYBRID: Layout = ({"dp_replicate": 2, "dp": 2}, {"data_parallel": "fsdp"})
+REPLICATED: Layout = ({"dp": 2, "tp": 2}, {})
+STAGED: Layout = ({"pp": 2, "dp": 2}, {"data_parallel": "fsdp", "microbatches": 2})
+GROUPS: dict[str, Any] = {"no_decay": ("*.bias", "*norm*"), "param_groups": {"blocks.1.*": {"lr": 0.02}}}
 
 
 def make() -> nn.Module:
@@ -48,9 +48,9 @@ def muon(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=0.02, weight_decay=0.1)
 
 
-CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "Adafactor": (make, adafactor, {"no_decay": ("*.bias", "*norm*"), "param_groups": {"blocks.1.*": {"lr": 0.02}}}),
-    "Muon": (matrices_alone, muon, {}),
+CASES: dict[str, tuple[Any, Any, dict[str, Any], list[Layout]]] = {
+    "Adafactor": (make, adafactor, GROUPS, [BOTH, REPLICATED, STAGED]),
+    "Muon": (matrices_alone, muon, {}, [HYBRID, BOTH]),
 }
 
 
@@ -60,7 +60,7 @@ def cut(sch: slapo.Schedule) -> None:
 
 
 def built(case: str, mesh: dict[str, int] | None, **options: Any) -> tuple[slapo.Schedule, Any]:
-    model, optimizer, groups = CASES[case]
+    model, optimizer, groups, _ = CASES[case]
     options = {**options, **groups, "optimizer": optimizer, "max_grad_norm": CLIP, "lr_scheduler": halved}
     return tied_model.built(mesh, model=model(), steps=cut, **options)
 
@@ -92,9 +92,9 @@ def own_state(optimizer: torch.optim.Optimizer) -> int:
 
 
 def resumed_in_turn(case: str, directory: str) -> dict[str, Any]:
-    """Two steps under each layout, after the checkpoint of the one before."""
+    """Two steps under each layout, after the checkpoint of the one before, which is written again."""
     found: dict[str, Any] = {"norms": [], "elements": []}
-    for number, (mesh, options) in enumerate(LAYOUTS):
+    for number, (mesh, options) in enumerate(CASES[case][3]):
         sch, engine = built(case, mesh, **options)
         if number:
             engine.load(directory)
@@ -120,16 +120,16 @@ def test_full_matrices_are_stepped_from_shards_and_resumed(tmp_path: Path) -> No
     results = run_ranks(everything, str(tmp_path), world_size=4)
     for case in CASES:
         sch, plain = built(case, None)
-        norms = [step(sch, plain, number) for number in range(2 * len(LAYOUTS))]
+        norms = [step(sch, plain, number) for number in range(2 * len(CASES[case][3]))]
         for result in results:
             torch.testing.assert_close(result[case]["norms"], norms, rtol=1e-8, atol=0)
             for name, value in plain.state_dict().items():
                 torch.testing.assert_close(result[case]["weights"][name], value, rtol=1e-7, atol=1e-9)
             assert "engine.save" not in result[case]["refused"]
-        # every element of the state is on one rank of those that share its parameter, and all of them have some
+        # every element of the state is on one of the ranks that share its parameter, and the ranks have about as much
         elements = torch.tensor([result[case]["elements"] for result in results])
         assert int(elements[:, 0].sum()) >= own_state(plain.optimizer)
-        assert 0 < int(elements[:, :2].max()) < own_state(plain.optimizer) * 0.7
+        assert 0 < int(elements[:, 0].max()) < own_state(plain.optimizer) * 0.7
         # and the last checkpoint is that of one process, too
         _, alone = built(case, None)
         alone.load(tmp_path / case)

@@ -355,6 +355,8 @@ def by_hand(mesh: dict[str, int], *steps: str) -> Found:
                 continue
             with contextlib.nullcontext() if is_last else engine.torch.no_sync():
                 engine.torch.module(**share(sch, batch)).loss.backward()
+            with torch.no_grad():
+                engine.torch.module(**share(sch, batch))  # leaves full parameters without gradients
         norms.append(float(engine.torch.clip_gradients()))
         engine.optimizer.step()
         engine.optimizer.zero_grad()

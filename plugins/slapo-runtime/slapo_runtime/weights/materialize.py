@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
+import mmap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +148,7 @@ class Materialization:
                 found = self._windows.pop(id(parameter), None)
                 if parameter is not None and found is not None:
                     window, value = found
-                    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=value.device)
+                    full = _empty(tuple(parameter.shape), parameter.dtype, value.device)
                     window.of(full).copy_(value)
                     filled[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                     filled[id(parameter)].__dict__.update(parameter.__dict__)
@@ -270,6 +272,14 @@ class Materialization:
             self._edit.set_buffer(node, live.own_name, value)
             tensor = node.buffers[live.own_name]
         return dataclasses.replace(live, tensor=tensor)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an uninitialized tensor; on the CPU, pages that nothing is written to take no memory, before and after."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)  # an allocator would keep written pages
 
 
 def _usual_device(schedule: Schedule, correspondence: Correspondence) -> torch.device:

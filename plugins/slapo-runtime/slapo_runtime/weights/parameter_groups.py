@@ -26,7 +26,7 @@ _Key = tuple[bool, tuple[int, ...]]  # without decay; the patterns of `param_gro
 class ParameterGroups:
     """Divide parameters into groups; each group has the settings of the patterns that its parameters match.
 
-    Patterns are those of :mod:`fnmatch`, matched with all names of a tensor in the reference model; a parameter that a
+    Patterns of :mod:`fnmatch` are matched with all names of a tensor in the reference model; a parameter that a
     step added is matched with its name in the scheduled model. Groups depend on these names only: they are the same,
     in the same order, on every rank and under every mesh. First come the parameters that match nothing.
 

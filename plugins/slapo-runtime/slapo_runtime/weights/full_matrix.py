@@ -43,7 +43,7 @@ class _Matrix:
     Args:
         live: its shard on this rank.
         mesh: of the schedule.
-        dims: the mesh dimensions over which it is split, those of the schedule's layout first.
+        dims: the mesh dimensions over which it is split, first those in the schedule's layout.
         groups: their process groups.
         owner: the rank in each group that steps it.
         own: the full parameter, on its owner: with values during a step, and the key of the optimizer's state.
