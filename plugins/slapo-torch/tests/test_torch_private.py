@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from slapo_testing import run_ranks
 from slapo_torch import private
+from slapo_torch.grad_scaler import MeshGradScaler
 from tests.support.private_names import private_names
 
 
@@ -39,6 +41,34 @@ def test_views_share_the_identity_of_their_storage() -> None:
     assert private.storage_id(x[1:]) == private.storage_id(x) != private.storage_id(torch.zeros(4))
     sparse = x.to_sparse()
     assert private.storage_id(sparse) == id(sparse)
+
+
+def test_gradients_are_unscaled_by_a_method_that_a_scaler_may_override() -> None:
+    gradients, found = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.zeros(())
+    private.unscale(gradients, torch.tensor(0.5), found)
+    assert [one.tolist() for one in gradients] == [[1.0, 2.0], [3.0]]
+    assert not found
+    private.unscale([torch.tensor([torch.inf])], torch.tensor(0.5), found)
+    assert found
+    called = inspect.signature(torch.amp.GradScaler._unscale_grads_).parameters
+    assert list(called) == ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]
+    assert list(inspect.signature(MeshGradScaler._unscale_grads_).parameters) == list(called)
+
+
+def reductions() -> list[list[torch.dtype]]:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    found = []
+    for reduce_dtype in (None, torch.float32):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        unit: Any = fully_shard(nn.Linear(2, 2, bias=False), mesh=mesh, mp_policy=policy)
+        unit(torch.ones(1, 2)).sum().backward()
+        found.append(private.reduce_dtypes(unit))
+    return found
+
+
+@pytest.mark.ranks
+def test_types_of_reductions_are_those_of_the_policy() -> None:
+    assert run_ranks(reductions, world_size=1) == [[[torch.bfloat16], [torch.float32]]]
 
 
 def test_gradient_hooks_are_seen() -> None:

@@ -151,7 +151,7 @@ def lost_updates(optimizer: torch.optim.Optimizer) -> str | None:
     return (
         f"{type(optimizer).__name__} steps parameters in {' and '.join(sorted(kinds))} with a learning rate of "
         f"{rate:g}: rounding loses updates of that size in {lost / seen:.0%} of their elements, which then never "
-        "change. Keep the parameters in float32 (from_pretrained(..., dtype=torch.float32)), and compute under "
+        'change. Keep the parameters in float32: build(..., precision="bf16-mixed"), or in a loop of your own '
         'torch.autocast("cuda", torch.bfloat16) or fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype='
         'torch.bfloat16)); or use target="deepspeed" or "megatron" with bf16, which have main weights in float32; or '
         "an optimizer with stochastic rounding"
