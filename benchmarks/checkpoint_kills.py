@@ -290,12 +290,17 @@ def main() -> None:
     with ThreadPoolExecutor(options.processes) as pool:
         for left in pool.map(left_by, kills(2 * options.kills), repeat(expected)):
             found.append(left)
-            print(len(found), *asdict(left.kill).values(), "->", left.step, left.problem or "fine", flush=True)
+            print(len(found), line(left), flush=True)
             if options.output is not None:
                 options.output.write_text(json.dumps(table(found), indent=1) + "\n")
             if sum(one.came for one in found) == options.kills:
                 pool.shutdown(cancel_futures=True)
                 break
+
+
+def line(left: Left) -> str:
+    """Describe a kill, the step that is loaded after it, and what is wrong."""
+    return " ".join(map(str, (*asdict(left.kill).values(), "->", left.step, left.problem or "fine")))
 
 
 def table(found: Sequence[Left]) -> dict[str, Any]:
@@ -308,9 +313,7 @@ def table(found: Sequence[Left]) -> dict[str, Any]:
         "lost": sum(left.problem.startswith("lost") for left in found),
         "with a problem": sum(bool(left.problem) for left in found),
         "by call": dict(collections.Counter(f"{left.kill.call}, {left.kill.who}" for left in killed)),
-        "all": [
-            " ".join(map(str, (*asdict(left.kill).values(), left.step, left.problem or "fine"))) for left in killed
-        ],
+        "all": [line(left) for left in killed],
     }
 
 
