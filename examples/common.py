@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +229,9 @@ def write_result(
     (options.output / f"{name}.json").write_text(json.dumps(result))
 
 
-def compare(options: argparse.Namespace, scheduled_runs: Sequence[str], title: str) -> int:
+def compare(
+    options: argparse.Namespace, scheduled_runs: Sequence[str], title: str, marks: Mapping[int, str] | None = None
+) -> int:
     """Print the runs side by side, plot them where matplotlib is installed, and give the exit status.
 
     The status is 1 if the loss curves part.
@@ -238,6 +240,7 @@ def compare(options: argparse.Namespace, scheduled_runs: Sequence[str], title: s
         options: of the command line.
         scheduled_runs: their names.
         title: of the plot.
+        marks: steps to mark in it, and their labels.
     """
     names = ("plain", *scheduled_runs)
     plain, *scheduled = (json.loads((options.output / f"{name}.json").read_text()) for name in names)
@@ -266,7 +269,7 @@ def compare(options: argparse.Namespace, scheduled_runs: Sequence[str], title: s
         for rank, memory in enumerate(run["memory"]):
             print(f"    memory of rank {rank}: " + ", ".join(f"{what} {mb:.0f} MB" for what, mb in memory.items()))
     if can_plot():
-        print(f"loss curves: {plot(options, runs, title)}")
+        print(f"loss curves: {plot(options, runs, title, marks or {})}")
     worst_gap = max(max(gap) for gap in gaps)
     if worst_gap > TOLERANCE:
         print(f"FAILED: the loss curves part by {worst_gap:.2e}, more than {TOLERANCE:g}")
@@ -285,13 +288,18 @@ def can_plot() -> bool:
     return True
 
 
-def plot(options: argparse.Namespace, runs: list[tuple[str, dict[str, Any]]], title: str) -> Path:
+def plot(
+    options: argparse.Namespace, runs: list[tuple[str, dict[str, Any]]], title: str, marks: Mapping[int, str]
+) -> Path:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for number, (name, run) in enumerate(runs):
         axes.plot(run["losses"], label=name, linewidth=4 - 1.2 * number, alpha=0.5)
+    for step, label in marks.items():
+        axes.axvline(step, color="gray", linestyle=":")
+        axes.annotate(label, (step, 1), xycoords=("data", "axes fraction"), xytext=(3, -12), textcoords="offset points")
     axes.set(xlabel="step", ylabel="language-model loss (nats)", title=title)
     axes.legend()
     file = options.output / "loss_curves.png"
@@ -337,15 +345,28 @@ def launch(
     return 0
 
 
-def together(run: Callable[[torch.device], None], options: argparse.Namespace, *, shared: bool = True) -> None:
-    """Run it on its device in a process that torchrun started, connected with the others."""
+def together(
+    run: Callable[[torch.device], None],
+    options: argparse.Namespace,
+    *,
+    shared: bool = True,
+    **rendezvous: Any,
+) -> None:
+    """Run it on its device in one of several processes, connected with the others.
+
+    Args:
+        run: called with the device.
+        options: of the command line.
+        shared: whether processes can share a GPU.
+        rendezvous: further arguments of ``init_process_group``, without torchrun.
+    """
     processes = int(os.environ["WORLD_SIZE"])
     device = device_of(options, processes, shared=shared)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         has_own = device.type == "cuda" and torch.cuda.device_count() >= processes  # NCCL refuses two ranks on one GPU
-        dist.init_process_group("nccl" if has_own else "gloo")
+        dist.init_process_group("nccl" if has_own else "gloo", **rendezvous)
     run(device)
     dist.barrier()
     dist.destroy_process_group()

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         load_optimizer_state_dict as load_optimizer_state_dict,
         load_state_dict as load_state_dict,
         optimizer_state_dict as optimizer_state_dict,
+        parameter_groups as parameter_groups,
         save_pretrained as save_pretrained,
         state_dict as state_dict,
     )
@@ -123,6 +124,7 @@ _NAMES = {
         "load_optimizer_state_dict",
         "load_state_dict",
         "optimizer_state_dict",
+        "parameter_groups",
         "save_pretrained",
         "state_dict",
     ),

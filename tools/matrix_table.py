@@ -62,13 +62,16 @@ class Page:
     packages: Sequence[str]
 
 
-def main(page: Page, description: str, timeout: float = 600.0) -> int:
+def main(
+    page: Page, description: str, timeout: float = 600.0, *, prepare: Callable[[Sequence[Any]], None] | None = None
+) -> int:
     """Run what the command line asks for, print the page, and give 1 if anything differed.
 
     Args:
         page: of the tool.
         description: for ``--help``.
         timeout: of a launch of ranks, in seconds.
+        prepare: called with the cells that are about to run.
     """
     everything = [cell for table in page.tables for cell in table.cells]
     families = list(dict.fromkeys(cell.family for cell in everything))
@@ -86,6 +89,8 @@ def main(page: Page, description: str, timeout: float = 600.0) -> int:
     store = Path(options.json) if options.json else None
     rows: list[Row] = json.loads(store.read_text()) if store is not None and store.exists() else []
     missing = [cell for cell in wanted if _found(rows, cell) is None]
+    if missing and prepare is not None:
+        prepare(missing)
     with tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="run") as bar:
         for (kind, family, world_size), group in groupby(missing, key=_launch):
             bar.set_description(f"{kind}, {family}, {world_size} ranks")

@@ -48,6 +48,7 @@ FUNCTIONS_AND_CLASSES = {
     "load_optimizer_state_dict",
     "load_state_dict",
     "optimizer_state_dict",
+    "parameter_groups",
     "register_primitive",
     "replay",
     "save_pretrained",

@@ -40,6 +40,7 @@ def test_the_hooks_are_those_of_the_design_and_fully_described() -> None:
         "slapo_check",
         "slapo_doctor",
         "slapo_from_reference",
+        "slapo_full_matrix",
         "slapo_gather_output",
         "slapo_initialize",
         "slapo_liveness",

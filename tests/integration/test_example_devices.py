@@ -88,7 +88,7 @@ def test_processes_are_connected_by_what_their_device_allows(
     assert seen == ([chosen] if count else []) + [backend, chosen]
 
 
-@pytest.mark.parametrize("name", ["bert_tp", "bert_deepspeed", "llama_3d", "tune_bert"])
+@pytest.mark.parametrize("name", ["bert_tp", "bert_deepspeed", "llama_3d", "llama_resume", "tune_bert"])
 def test_examples_take_a_device(name: str) -> None:
     module = example(name)
     parse = module.parsed if hasattr(module, "parsed") else module.parser().parse_args

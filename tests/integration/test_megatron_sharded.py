@@ -12,8 +12,7 @@ import pytest
 
 from slapo_core.layout import Layout
 from slapo_testing import preload_modules, run_ranks
-from tests.integration.dialects.resuming import Pair
-from tests.integration.megatron.resharding import refused, to_the_last_bit, written_and_read
+from tests.integration.megatron.resharding import Pair, refused, to_the_last_bit, written_and_read
 
 pytestmark = pytest.mark.ranks
 preload_modules("slapo_tp", "slapo_pipeline")

@@ -1,12 +1,11 @@
-"""A checkpoint of any form of a run goes on under every other one: torch, Megatron, DeepSpeed, with their pipelines."""
+"""A checkpoint of any layout goes on under every other one: torch, Megatron, DeepSpeed, with their pipelines."""
 
 from __future__ import annotations
 
-import itertools
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -14,26 +13,34 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
+from slapo_runtime import engine
+from slapo_runtime.checkpoints import loading
 from slapo_testing import preload_modules, run_ranks
-from tests.integration.dialects.resuming import AFTER, BEFORE, Pair, saved_and_resumed
-from tests.integration.dialects.small import build, train, world_size
+from tests.integration.dialects import state_cells
+from tests.integration.dialects.layouts import LAYOUTS
+from tests.integration.dialects.small import build, train
+from tests.integration.dialects.state_cells import StateCell
 from tests.processor import Outcome, run_case
 from tests.support.checkpoints import stored
 
 pytestmark = pytest.mark.ranks
-preload_modules("deepspeed", "slapo_tp", "slapo_pipeline")
+preload_modules("deepspeed", "slapo_tp", "slapo_pipeline", "torch.distributed.fsdp", "tests.support.cpu_megatron")
 
-WHOLE = bool(os.environ.get("SLAPO_TEST_WHOLE"))  # all pairs
-PAIRED = ("torch", "torch pp2 tp2", "megatron tp2", "megatron pp2 dp2 distributed", "ZeRO-1 dp2")
-"""Every ordered pair of these; of further forms, those with one of them, both ways."""
-FURTHER = ("torch tp2", "ZeRO-3 dp2", "ZeRO-1 pp2 tp2")
+SAMPLE = (
+    "plain",
+    "tp2, sequences",
+    "ZeRO-1, dp2",
+    "hsdp2x2",
+    "fsdp2 x tp2",
+    "pp2 x tp2",
+    "pp2 x fsdp2",
+    "Megatron, pp2 x dp2",
+)
+"""All pairs of all layouts are in docs/state_matrix.md, by tools/state_matrix.py."""
 
-
-def pairs() -> list[Pair]:
-    """What goes on from what; in the sample every form of the first five is still saved and read."""
-    if WHOLE:
-        return list(itertools.permutations((*PAIRED, *FURTHER), 2))
-    return [(form, PAIRED[number - 1]) for number, form in enumerate(PAIRED)]
+RING = list(LAYOUTS) if os.environ.get("SLAPO_TEST_WHOLE") else SAMPLE
+CELLS = [StateCell(layout, RING[number - 1]) for number, layout in enumerate(RING)]
+"""Each layout after the one before it, of as many ranks or fewer; the first one after the last one."""
 
 
 def apart(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -49,17 +56,18 @@ BF16 = {"bf16": {"enabled": True}}
 def in_stages(directory: Path) -> list[str]:
     """Masters of DeepSpeed's pipeline in bfloat16, resumed bit for bit."""
     form, options = "ZeRO-1 pp2 tp2", {"config": BF16, "dtype": torch.bfloat16}
-    engine = build(form, **options)
-    train(engine, 0, BEFORE)
-    engine.save(directory)
-    train(engine, BEFORE, AFTER)
+    one = build(form, **options)
+    train(one, 0, 2)
+    one.save(directory)
+    train(one, 2, 4)
     other = build(form, seed=7, **options)
     other.load(directory)
     other.check_replicas()
-    train(other, BEFORE, AFTER)
-    one, two = engine.state_dict(), other.state_dict()
-    differing = [name for name in one if not torch.equal(one[name], two[name])]
-    return differing + ([] if any(one.dtype == torch.float32 for one in stored(directory).values()) else ["no masters"])
+    train(other, 2, 4)
+    state, wanted = other.state_dict(), one.state_dict()
+    differing = [name for name in wanted if not torch.equal(state[name], wanted[name])]
+    has_main = any(tensor.dtype == torch.float32 for tensor in stored(directory).values())
+    return differing + ([] if has_main else ["no masters"])
 
 
 def refused() -> str:
@@ -71,68 +79,84 @@ def refused() -> str:
     return "fine"
 
 
-class OnFour(NamedTuple):
-    """What one of four ranks found."""
+class Found(NamedTuple):
+    """What a rank found: what differs in each cell; and on four ranks, further cases."""
 
     differing: dict[str, list[str]]
-    masters: Outcome[list[str]]
-    refused: str
+    masters: Outcome[list[str]] | None = None
+    refused: str | None = None
 
 
-def on_four_ranks(forms: list[str], chosen: list[Pair], directory: Path) -> OnFour:
-    differing = saved_and_resumed(forms, chosen, directory)
-    return OnFour(differing, run_case(BF16, in_stages, directory / "masters"), refused())
-
-
-class Found(NamedTuple):
-    """What differs in each launch and on each rank of it; and what the four ranks found."""
-
-    differing: list[dict[str, list[str]]]
-    on_four: list[OnFour]
+def save_and_load(saving: Sequence[StateCell], loading: Sequence[StateCell], directory: Path) -> Found:
+    """Write the checkpoints that some cells load, and run others."""
+    state_cells.save(saving)
+    differing = {str(cell): found for cell in loading if (found := list(cell.differences()))}
+    if not dist.is_initialized() or dist.get_world_size() < 4:
+        return Found(differing)
+    return Found(differing, run_case(BF16, in_stages, directory / "masters"), refused())
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """In three launches: two ranks save, and read what one saved; four read all; two read what four saved."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What each rank found, around the ring in the order of the numbers of ranks."""
     directory = tmp_path_factory.mktemp("saved")
-    by_size: dict[int, list[str]] = {1: [], 2: [], 4: []}
-    for form in (*PAIRED, *(FURTHER if WHOLE else ())):
-        by_size[world_size(form)].append(form)
-
-    def between(reading: int, *saving: int) -> list[Pair]:
-        return [pair for pair in pairs() if world_size(pair[0]) == reading and world_size(pair[1]) in saving]
-
-    differing = [saved_and_resumed(by_size[1], between(1, 1), directory)]
-    differing += run_ranks(saved_and_resumed, by_size[2], between(2, 1, 2), directory, world_size=2, timeout=1800)
-    on_four = run_ranks(on_four_ranks, by_size[4], between(4, 1, 2, 4), directory, world_size=4, timeout=1800)
-    differing += [rank.differing for rank in on_four]
-    differing += run_ranks(saved_and_resumed, [], between(2, 4), directory, world_size=2, timeout=1800)
-    differing.append(saved_and_resumed([], between(1, 2, 4), directory))
-    return Found(differing, on_four)
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(state_cells.DIRECTORY, str(directory))
+        for size in (1, 2, 4):
+            saving = [cell for cell in CELLS if state_cells.world_size(cell.mesh) == size]
+            loading = [cell for cell in CELLS if cell.world_size == size]
+            if size == 1:
+                state_cells.save(saving)
+            else:
+                results += run_ranks(save_and_load, saving, loading, directory, world_size=size, timeout=1800)
+        return [save_and_load([], [cell for cell in CELLS if cell.world_size == 1], directory), *results]
 
 
-def test_every_form_goes_on_where_any_other_one_was(found: Found) -> None:
-    assert not any(found.differing), found.differing
+def test_every_layout_goes_on_where_another_one_was(found: list[Found]) -> None:
+    assert [rank.differing for rank in found] == [{}] * 7
 
 
-def test_masters_of_a_pipeline_are_resumed_bit_for_bit(found: Found) -> None:
-    assert [rank.masters.get() for rank in found.on_four] == [[]] * 4
+def test_masters_of_a_pipeline_are_resumed_bit_for_bit(found: list[Found]) -> None:
+    assert [rank.masters.get() for rank in found if rank.masters is not None] == [[]] * 4
 
 
-def test_groups_that_stages_do_not_share_are_refused(found: Found) -> None:
-    for rank in found.on_four:
+def test_groups_that_stages_do_not_share_are_refused(found: list[Found]) -> None:
+    for rank in found[-4:]:
+        assert rank.refused is not None
         assert "group 0 of the optimizer" in rank.refused
         assert "on rank 1 of 'pp': " in rank.refused
 
 
-def test_a_moment_that_is_lost_shows(tmp_path: Path) -> None:
-    """The control: what the comparisons of the other test say where the state of one parameter is not loaded."""
-    right = torch.optim.Optimizer.load_state_dict
+def without_a_moment(load: Any) -> Any:
+    """Load the optimizer's state of all parameters but the first one."""
 
     def loaded(self: torch.optim.Optimizer, state: Any) -> None:
-        right(self, {**state, "state": {key: one for key, one in state["state"].items() if key}})
+        load(self, {**state, "state": {key: one for key, one in state["state"].items() if key}})
 
-    assert saved_and_resumed(["torch"], [("torch", "torch")], tmp_path) == {}
-    with mock.patch.object(torch.optim.Optimizer, "load_state_dict", loaded):
-        found = saved_and_resumed([], [("torch", "torch")], tmp_path)
-    assert any(one.startswith("embedding.weight: ") for one in found["torch from torch"]), found
+    return loaded
+
+
+def without(_: Any) -> Any:
+    """Load nothing."""
+    return lambda *_: None
+
+
+LOST: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "after 2 steps: ['embedding.weight::exp_avg'": (torch.optim.Optimizer, "load_state_dict", without_a_moment),
+    "the loss of step 4": (engine, "resume", without),
+    "the RNG of replica 0": (loading, "restore", without),
+}
+
+
+def test_what_is_lost_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what the comparisons of the other test say where something is not loaded."""
+    monkeypatch.setenv(state_cells.DIRECTORY, str(tmp_path))
+    cell = StateCell("plain", "plain")
+    state_cells.save([cell])
+    assert list(cell.differences()) == []
+    for what, (owner, name, broken) in LOST.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, broken(getattr(owner, name)))
+            found = list(cell.differences())
+        assert any(one.startswith(what) for one in found), (what, found)

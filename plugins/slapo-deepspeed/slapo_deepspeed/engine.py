@@ -74,18 +74,22 @@ def initialize(plan: Plan, context: BuildContext, model: nn.Module, *, mpu: Any 
             partitioned=config["zero_optimization"]["stage"] > 0,
             has_main_weights=any((config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16")),
         )
+    own = None  # groups of the optimizer that DeepSpeed makes
     if optimizer is not None:
         groups = groups_of(optimizer.param_groups)
     else:
         here = [live.tensor for live in context.state.tensors() if live.is_local and live.is_parameter]
-        groups = groups_of([{"params": here}])
+        own = context.parameter_groups() if has_optimizer(plan, context) else None
+        groups = groups_of(own or [{"params": here}])
     if has_optimizer(plan, context):
         check_stages(groups, context.schedule.mesh)
-    for group in [] if optimizer is None else optimizer.param_groups:  # DeepSpeed fails with one of frozen ones
+    for group in own or [] if optimizer is None else optimizer.param_groups:  # DeepSpeed fails with one of frozen ones
         group["params"] = [one for one in group["params"] if one.requires_grad]
     _fill_rates(config, optimizer)
     with _numbers_left_out(model):
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, model_parameters=own, config=config, mpu=mpu
+        )
     return engine, groups
 
 
@@ -251,7 +255,7 @@ class DeepSpeedEngine(StatefulEngine):
         self._unused.step_is_over()
         self._context.training_is_over()
         norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None
-        return StepResult(loss, output, norm)
+        return self._context.step_result(loss, output, norm)
 
     def _release(self) -> None:
         """Release the engine's own state, once, after DeepSpeed's."""

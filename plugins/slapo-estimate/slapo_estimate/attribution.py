@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.internals import Internals, forwards, hooks_of, journal, module_calls_through, parameters_of
+from slapo_core.internals import forwards, hooks_of, journal, module_calls_through, parameters_of
 from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
 from slapo_estimate.private import current_autograd_node, next_sequence_number, sequence_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from slapo_core import Schedule
     from slapo_core.internals import journal
     from slapo_core.observers import Forward
     from slapo_core.primitive import Record
@@ -165,19 +164,21 @@ class PositionTracker:
         self._since.append(at)
 
 
-def attribute_steps(schedule: Schedule, position: PositionTracker) -> None:
+def attribute_steps(
+    model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]], position: PositionTracker
+) -> None:
     """Attribute hooks, wrappers and modules of a simulated model to the steps that added them.
 
     Each hook and wrapper is exchanged for one that reports its step. Modules within one that a step added are
     attributed to that step, unless the model had them before.
 
     Args:
-        schedule: the schedule, with all its steps in force.
+        model: of the schedule, with all its steps in force; none is undone afterwards.
+        entries: the changes of the schedule.
         position: the tracker of its model.
     """
-    entries = list(Internals(schedule).entries())
-    _modules(schedule.model, entries, position)
-    paths = {id(module): path for path, module in schedule.model.named_modules()}
+    _modules(model, entries, position)
+    paths = {id(module): path for path, module in model.named_modules()}
     hooks: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first one, where `replace` kept the hook
     for record, entry in entries:
         if isinstance(entry, journal.AddHook):
@@ -196,7 +197,7 @@ def attribute_steps(schedule: Schedule, position: PositionTracker) -> None:
         known = hooks.get(id(function), {})
         return known.get(paths[id(module)], next(iter(known.values()), None))
 
-    for module in schedule.model.modules():
+    for module in model.modules():
         own = position.module_position(module)
         for functions in hooks_of(module).values():
             for number, function in functions.items():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily as unset_fake_temporarily,
 )
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
@@ -105,6 +106,34 @@ def runtimes_without_memory() -> Iterator[None]:
             yield
         finally:
             nn.Module._apply, dist.all_gather_object = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def replicated_through(make: Callable[[nn.Module, Any, Mapping[str, Any]], Callable[[bool], None]]) -> Iterator[None]:
+    """Replace the reducer of ``DistributedDataParallel``, which reads tensors in C++ and cannot run on fake ones.
+
+    Args:
+        make: called with a module, the group of its replicas and the options; returns a function that prepares a
+            forward, called with whether its backward exchanges gradients.
+    """
+
+    def wrap(self: DistributedDataParallel, module: nn.Module, process_group: Any, **options: Any) -> None:
+        nn.Module.__init__(self)
+        self.module, self.require_backward_grad_sync = module, True
+        self.__dict__["_slapo_prepare"] = make(module, process_group, options)
+
+    def forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["_slapo_prepare"](self.require_backward_grad_sync)
+        return self.module(*args, **kwargs)
+
+    with PATCHING:
+        own = DistributedDataParallel.__init__, DistributedDataParallel.forward
+        wrapping = wraps(own[0])(wrap)  # with its signature, which tells the options
+        DistributedDataParallel.__init__, DistributedDataParallel.forward = wrapping, forward  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            DistributedDataParallel.__init__, DistributedDataParallel.forward = own  # type: ignore[method-assign]
 
 
 @contextmanager

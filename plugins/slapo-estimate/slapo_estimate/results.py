@@ -174,14 +174,24 @@ class Assumptions:
             f"the step is taken by the engine of target {name!r} as on the CPU; tensors that the engine keeps between "
             "steps count as the optimizer's state"
         ] = None
-        self._found["numbers that the engine reads (norms, overflows) are assumed to be 0"] = None
 
     def replicas(self) -> None:
         """Record the exchange of gradients between replicas."""
         self._found[
-            "replicas exchange gradients as DistributedDataParallel does: in persistent buckets of 25 MiB, overlapping "
-            "the backward pass"
+            "replicas exchange gradients as DistributedDataParallel does: in persistent buckets, overlapping the "
+            "backward pass"
         ] = None
+
+    def shards(self, *, offloads: bool) -> None:
+        """Record the exchange of parameters and gradients between replicas that hold shards."""
+        self._found[
+            "units of fully_shard are gathered while the unit before them computes, and their gradients are reduced "
+            "until the end of the backward pass"
+        ] = None
+        if offloads:
+            self._found[
+                "what offload=True keeps in the memory of the CPU counts, too, and copies to the device take no time"
+            ] = None
 
     def pipeline(self, microbatches: int, mesh: Mapping[str, int], *, timed: bool) -> None:
         """Record the micro-batches and waiting times of a pipeline."""
@@ -227,6 +237,11 @@ class Assumptions:
             return optimizer
 
         return made
+
+    def no_overflow(self) -> float:
+        """Return 0.0 for an unknown number that the engine reads."""
+        self._found["numbers that the engine reads (norms, overflows) are assumed to be 0"] = None
+        return 0.0
 
     def number(self) -> float:
         """Return 1.0 for an unknown number that the optimizer reads (the norm of an update)."""

@@ -34,6 +34,9 @@ _FREE = frozenset(
 )
 """Operations that touch no elements, as views do."""
 
+_UNPACKED = "fsdp::split_with_sizes_copy"
+"""Copies gathered parameters out of their message."""
+
 _PICKING = frozenset({"aten::embedding", "aten::gather", "aten::index", "aten::index_select", "aten::take"})
 """Operations that read as much of their first argument as they return."""
 
@@ -43,7 +46,8 @@ class TimeTracker:
 
     An operation takes ``max(flops / peak, bytes / bandwidth) + launch``. A collective begins when its link is free, and
     its wait operation ends when it is done. A collective without a wait operation (DistributedDataParallel) overlaps
-    the following operations until the end of the pass.
+    the following operations until the end of the pass; so do the reductions of ``fully_shard``, whose gathers begin as
+    soon as the unit before them has its parameters, and end before their own unit computes.
 
     Args:
         device: specification of the device.
@@ -61,6 +65,10 @@ class TimeTracker:
         self._step = ""
         self._costs: dict[Any, Callable[[Any, Any, Any], float] | None] = {}
         self._waits = wait_operations()
+        self._is_of_unit = False  # whether fully_shard starts the next collective
+        self._ready = self._gathered = (
+            0.0  # when the last unit could compute, and when the next one's parameters are there
+        )
 
     @property
     def seconds(self) -> float:
@@ -69,14 +77,19 @@ class TimeTracker:
 
     def begin(self) -> None:
         """Begin a training step."""
-        self._clock = 0.0
+        self._clock = self._ready = self._gathered = 0.0
         self._free_at.clear()
 
     def on_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Advance the clocks by an operation."""
         if self._position.step != self._step:
             self._step = self._position.step
-            self._clock = self.seconds
+            self._clock = self._ready = self.seconds
+            self._is_of_unit = False
+        if func.namespace == "fsdp":
+            self._is_of_unit = schema_of(func).name != _UNPACKED
+            if not self._is_of_unit:
+                self._clock = self._ready = max(self._clock, self._gathered)
         if func in self._waits:
             self._clock = self.seconds
             return
@@ -84,7 +97,7 @@ class TimeTracker:
         if started:
             for collective in started:
                 self._communicate(collective)
-            if not _is_asynchronous(func, args, kwargs):
+            if not self._is_of_unit and not _is_asynchronous(func, args, kwargs):
                 self._clock = self.seconds
             return
         try:
@@ -99,8 +112,11 @@ class TimeTracker:
     def _communicate(self, collective: CollectiveCall) -> None:
         if collective.ranks > 1:
             name, link = link_of(self._device, collective.mesh_dim)
-            begin = max(self._clock, self._free_at.get(name, 0.0))
-            self._free_at[name] = begin + collective_seconds(collective.kind, collective.bytes, collective.ranks, link)
+            is_gather = self._is_of_unit and collective.kind == "all_gather"
+            begin = max(self._ready if is_gather else self._clock, self._free_at.get(name, 0.0))
+            end = begin + collective_seconds(collective.kind, collective.bytes, collective.ranks, link)
+            self._free_at[name] = end
+            self._gathered = end if is_gather else self._gathered
         self._clock += self._device.launch
 
     def _peak(self, args: tuple[Any, ...]) -> float:
@@ -181,7 +197,7 @@ def _cost(func: Any) -> Callable[[Any, Any, Any], float] | None:
     if schema is None:
         return _moved
     is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
-    if is_view or schema.name in _FREE or schema.name.startswith(("prim::", "aten::sym_")):
+    if is_view or schema.name in _FREE or schema.name.startswith(("prim::", "profiler::", "aten::sym_")):
         return None
     return _picked if schema.name in _PICKING else _moved
 

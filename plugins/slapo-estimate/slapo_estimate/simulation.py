@@ -21,7 +21,7 @@ from torch import nn
 
 from slapo_core.errors import EstimateError, SlapoError
 from slapo_core.internals import Internals, SafeFakeTensorMode, buffers_of, is_data_pointer_error
-from slapo_estimate.attribution import PositionTracker, attribute_steps
+from slapo_estimate.attribution import PositionTracker
 from slapo_estimate.collectives import CollectiveTracker, MeshGroups
 from slapo_estimate.private import (
     FakeStore,
@@ -34,9 +34,8 @@ from slapo_estimate.private import (
 from slapo_estimate.results import Assumptions, RankEstimate
 from slapo_estimate.roofline import TimeTracker
 from slapo_estimate.trackers import FlopTracker, MemoryTracker, OperationObserver
-from slapo_estimate.training_step import pipeline_of, train, train_by_target, train_stages
+from slapo_estimate.training_step import pipeline_of, train, train_stages
 from slapo_estimate.values import KnownValues, UnknownValueError, is_tracked
-from slapo_runtime.batches import micro_batches
 from slapo_runtime.correspondence import Correspondence
 
 if TYPE_CHECKING:
@@ -241,7 +240,6 @@ class Trackers:
         flops: FLOPs of products.
         time: seconds by the roofline; None without a device.
         others: observers that the request adds.
-        without_gradients: names of parameters without a gradient, which replicas would exchange.
     """
 
     position: PositionTracker
@@ -250,12 +248,10 @@ class Trackers:
     flops: FlopTracker
     time: TimeTracker | None
     others: list[Any] = field(default_factory=list)
-    without_gradients: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, schedule: Schedule, request: Request) -> Trackers:
         position = PositionTracker.of(schedule.model)
-        attribute_steps(schedule, position)
         groups = MeshGroups(request.mesh or {}, request.rank)
         communication, flops = CollectiveTracker(position, groups), FlopTracker()
         time = None if request.device is None else TimeTracker(request.device, position, flops, communication)
@@ -292,23 +288,6 @@ class Trackers:
         )
 
 
-def _refuse_shards(schedule: Schedule, request: Request) -> None:
-    """
-    Raises:
-        EstimateError: target torch would shard parameters over replicas.
-    """
-    sizes = request.mesh or {}
-    reasons = [str(record) for record in schedule.records if record.name == "torch.fully_shard"]
-    reasons += ["data_parallel='fsdp'"] if request.config.get("data_parallel") == "fsdp" else []
-    reasons += [f"the mesh {sizes}"] if sizes.get("dp_replicate", 1) > 1 else []
-    if reasons and sizes.get("dp", 1) * sizes.get("dp_replicate", 1) > 1:
-        raise EstimateError(
-            f"the memory and messages of parameters sharded over replicas are not known ({reasons[0]})",
-            hint='target="deepspeed", zero_optimization={"stage": 3}; or mesh={"dp": 1, ...} for the parts of a step '
-            "that do not depend on replicas",
-        )
-
-
 def simulate(request: Request) -> RankResult | SlapoError:
     """Simulate the rank, in a process without process groups; return an error instead of raising it."""
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it prints exceptions
@@ -320,14 +299,9 @@ def simulate(request: Request) -> RankResult | SlapoError:
         schedule = request.source.schedule(request.mesh, request.batch)
         doing = "cutting the batch"
         is_torch = request.target == "torch"
-        if is_torch:
-            _refuse_shards(schedule, request)
-        pipeline = pipeline_of(schedule, request) if is_torch else None
-        if pipeline is not None:
-            batches = pipeline.batches
-        else:  # the engine of another target cuts the batch
-            axes = request.config.get("batch_axes")
-            batches = micro_batches(request.batch, request.accumulate, axes=axes) if is_torch else [request.batch]
+        is_cut = is_torch and schedule.mesh is not None and schedule.mesh.size("pp") > 1
+        pipeline = pipeline_of(schedule, request) if is_cut else None
+        batches = [request.batch] if pipeline is None else pipeline.batches  # an engine cuts the batch itself
         doing = "a training step"
         assumptions = Assumptions()
         assumptions.train(schedule.model)
@@ -336,8 +310,6 @@ def simulate(request: Request) -> RankResult | SlapoError:
             assumptions.target(request.target)
         elif pipeline is not None:
             assumptions.pipeline(len(batches), request.mesh or {}, timed=request.device is not None)
-        elif (request.mesh or {}).get("dp", 1) > 1:
-            assumptions.replicas()
         if request.device is not None:
             assumptions.seconds(request.device)
         # DeepSpeed and Megatron compare data pointers of parameters and buckets, here on the CPU: there is no kernel.
@@ -347,18 +319,15 @@ def simulate(request: Request) -> RankResult | SlapoError:
         fakes = [fake_batch(batch, mode, values, assumptions) for batch in batches]
         trackers = Trackers.of(schedule, request)
         model = schedule.model
-        values.default = lambda: assumptions.number() if trackers.position.step == "optimizer" else None
         watched = dataclasses.replace(request, optimizer=assumptions.recording_factory(request.optimizer))
         is_cuda = request.device is not None and request.device.type == "cuda"
         with torch.compiler.set_stance("force_eager"), attention_of_cuda() if is_cuda else nullcontext():
-            if not is_torch:
+            if pipeline is None:
                 with _quietly():
-                    train_by_target(schedule, fakes[0], watched, mode, trackers, values)
-            elif pipeline is None:
-                train(schedule, fakes, watched, mode, trackers, values)
+                    train(schedule, fakes[0], watched, mode, trackers, values, assumptions)
             else:
+                values.default = lambda: assumptions.number() if trackers.position.step == "optimizer" else None
                 train_stages(schedule, pipeline, fakes, watched, mode, trackers, values)
-        assumptions.without_gradients(trackers.without_gradients)
         waits = pipeline.share if pipeline is not None else 0.0
         return RankResult(trackers.result(request), kinds_of_ranks(request.mesh), assumptions.found(), waits)
     except Exception as error:  # noqa: BLE001 - whatever the user's functions raise

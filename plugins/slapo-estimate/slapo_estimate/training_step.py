@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from slapo_core.errors import ArgumentError, BuildError, EstimateError
-from slapo_core.internals import Internals
+from slapo_core.internals import Internals, module_calls_through
+from slapo_estimate.attribution import attribute_steps
 from slapo_estimate.private import (
     FakeTensorMode,
     backwards_through,
     bucket_assignment,
+    replicated_through,
     runtimes_without_memory,
     tree_leaves,
 )
@@ -38,11 +41,13 @@ if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_core.dialect import Plan
     from slapo_estimate.attribution import PositionTracker
-    from slapo_estimate.results import RankEstimate
+    from slapo_estimate.results import Assumptions, RankEstimate
     from slapo_estimate.simulation import Request, Trackers
     from slapo_estimate.trackers import MemoryTracker
 
-_LIMIT = 25 * 2**20  # bytes of a bucket: the default of option `bucket_cap_mb`
+_KNOWN = {"bucket_cap_mb": None, "find_unused_parameters": False, "gradient_as_bucket_view": True}
+"""Options of DistributedDataParallel that are followed; None for every value."""
+
 _BROADCAST = 250 * 2**20  # bytes of buffers that are sent at once
 
 
@@ -64,24 +69,39 @@ class _Bucket:
 class Replicas:
     """Allocate and exchange the buckets of ``DistributedDataParallel``, which cannot run on fake tensors.
 
-    ``DistributedDataParallel(gradient_as_bucket_view=True, bucket_cap_mb=25)`` reads tensors in C++. It exchanges one
-    bucket in the first step; from the second step on buckets of 25 MiB in the order in which gradients became ready in
-    the first, into which gradients move before the second forward. Buckets are allocated from the start, and gradients
+    ``DistributedDataParallel(gradient_as_bucket_view=True)`` reads tensors in C++. It exchanges one bucket in the first
+    step; from the second step on buckets of ``bucket_cap_mb`` in the order in which gradients became ready in the
+    first, into which gradients move before the second forward. Buckets are allocated from the start, and gradients
     are their views; without an exchange gradients have memory of their own, too. The first replica sends its buffers
     before a step's first forward.
 
     Args:
         model: the model, whose parameters get hooks.
         group: the group of the replicas.
+        options: of ``DistributedDataParallel``.
         hold: called with the memory of gradients.
+
+    Raises:
+        EstimateError: options that change what is kept or sent, in ways that are not known.
 
     Source: ``torch/nn/parallel/distributed.py`` and ``torch/csrc/distributed/c10d/reducer.cpp``.
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, hold: Callable[[Iterable[torch.Tensor]], None]
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        options: Mapping[str, Any],
+        hold: Callable[[Iterable[torch.Tensor]], None],
     ) -> None:
-        self._group, self._hold = group, hold
+        for name, value in options.items():
+            if name in _KNOWN and _KNOWN[name] in (None, value):
+                continue
+            raise EstimateError(
+                f"what DistributedDataParallel keeps and sends with {name}={value!r} is not known",
+                hint=f"leave out {name} for an estimate with its default",
+            )
+        self._group, self._hold, self._limit = group, hold, options["bucket_cap_mb"] * 2**20
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = list(model.buffers())
         self._of: dict[nn.Parameter, _Bucket] = {}
@@ -99,10 +119,10 @@ class Replicas:
         came = set(self._came)
         return [parameter for parameter in self._parameters if parameter not in came]
 
-    def before_forward(self, *, synchronize: bool) -> None:
+    def before_forward(self, synchronize: bool) -> None:
         """Prepare a micro-batch; ``synchronize`` at the last one of a step."""
         if not self._is_rebuilt and self._came:
-            self._fill(self._came, _LIMIT)
+            self._fill(self._came, self._limit)
             self._is_rebuilt = True
         if self._did_synchronize and self._buffers:
             self._send_buffers()
@@ -152,75 +172,71 @@ class Replicas:
                 start += buffer.numel()
 
 
-def replicas_of(model: nn.Module, mesh: Any, hold: Callable[[Iterable[torch.Tensor]], None]) -> Replicas | None:
-    """Make the replicas of a mesh (``dp``); None for one replica, or if nothing is trained."""
-    if mesh is None or mesh.size("dp") == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
-        return None
-    return Replicas(model, mesh.group("dp"), hold)
-
-
 def train(
-    schedule: Schedule,
-    batches: list[Any],
-    request: Request,
-    mode: FakeTensorMode,
-    trackers: Trackers,
-    values: KnownValues,
-) -> None:
-    """Take two training steps as target ``"torch"`` does; ``trackers`` keep the costs of the second.
-
-    Args:
-        schedule: schedule of a model with fake tensors, in training mode.
-        batches: the micro-batches, with fake tensors.
-        request: the arguments of this rank.
-        mode: the mode of the fake tensors.
-        trackers: observe each operation.
-        values: runs the operations.
-    """
-    model = schedule.model
-    position, memory = trackers.position, trackers.memory
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise EstimateError(
-            "nothing to train: no parameter of the model requires a gradient",
-            hint="model.requires_grad_(True), or parameter.requires_grad_(True) for some parameters",
-        )
-    with mode:
-        optimizer = optimizer_of(list(model.parameters()), request)
-        hold_tensors(model.parameters(), model.buffers(), batches, memory)
-        hold_gradients(model.parameters(), memory)
-        replicas = replicas_of(model, schedule.mesh, lambda tensors: memory.hold(tensors, "gradients"))
-        with position.watching(), memory.watching(), hide_fake_tensors(), ObserverMode(trackers.observers(), values):
-            for _ in range(2):
-                trackers.begin_step()
-                _step(model, batches, request, optimizer, trackers, replicas)
-    if replicas is not None:
-        missing = set(replicas.without_gradients)
-        trackers.without_gradients.extend(name for name, each in model.named_parameters() if each in missing)
-
-
-def train_by_target(
     schedule: Schedule,
     batch: Any,
     request: Request,
     mode: FakeTensorMode,
     trackers: Trackers,
     values: KnownValues,
+    assumptions: Assumptions,
 ) -> None:
-    """Take two training steps by another target's engine; for the arguments see :func:`train`.
+    """Take two training steps by the target's engine; ``trackers`` keep the costs of the second.
 
     Args:
+        schedule: schedule of a model with fake tensors, in training mode.
         batch: the full batch, with fake tensors.
+        request: the arguments of this rank.
+        mode: the mode of the fake tensors.
+        trackers: observe each operation.
+        values: runs the operations.
+        assumptions: records how replicas exchange gradients.
 
     Raises:
         BuildError: see :func:`slapo_core.build`; or the target cannot simulate a step.
     """
-    model = schedule.model
+    model, is_torch = schedule.model, request.target == "torch"
     position, memory = trackers.position, trackers.memory
-    values.default = lambda: 0.0  # norms, and flags of overflow
+    is_updating = False
+    replicas: list[Replicas] = []
+    entries = list(Internals(schedule).entries())  # a build drops them, and the tensors before the steps
+
+    def replicate(module: nn.Module, group: dist.ProcessGroup, options: Mapping[str, Any]) -> Callable[[bool], None]:
+        made = Replicas(module, group, options, lambda tensors: memory.hold(tensors, "gradients"))
+        replicas.append(made)
+        assumptions.replicas()
+
+        def prepare(synchronize: bool) -> None:
+            position.begin("forward")
+            made.before_forward(synchronize)
+
+        return prepare
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = optimizer_of(parameters, request) or _Nothing(parameters)
+        made.register_step_pre_hook(lambda *_: updates(True))
+        made.register_step_post_hook(lambda *_: updates(False))
+        made.register_step_post_hook(lambda *_: hold_optimizer(made, memory))
+        return made
+
+    def updates(whether: bool) -> None:
+        nonlocal is_updating
+        is_updating = whether
+
+    def number() -> float | None:
+        """Return what is read for an unknown number; None in the model's passes."""
+        if is_updating:
+            return assumptions.number()  # e.g. the norm of an update
+        return assumptions.no_overflow() if position.step == "optimizer" or not is_torch else None
+
+    if is_torch:
+        _require_trained(model)
+    values.default = number
     with mode:
         hold_tensors(model.parameters(), model.buffers(), [batch], memory)
         with (
             runtimes_without_memory(),
+            replicated_through(replicate),
             position.watching(),
             _phases(position, model),
             memory.watching(),
@@ -228,18 +244,44 @@ def train_by_target(
             simulated_rank(),
             ObserverMode(trackers.observers(), values),
         ):
-            arguments = {"optimizer": request.optimizer, "loss": request.loss, "accumulate": request.accumulate}
+            arguments: dict[str, Any] = {"loss": request.loss, "accumulate": request.accumulate}
+            arguments |= {"optimizer": optimizer, "elementwise": True} if is_torch else {"optimizer": request.optimizer}
             position.begin("optimizer")
-            step = simulated_step(schedule, request.target, **arguments, **request.config)
-            memory.reclassify_as_optimizer_state()
+            step = simulated_step(schedule, request.target, **{**arguments, **request.config})
+            attribute_steps(model, entries, position)
+            del entries
+            if not is_torch:
+                memory.reclassify_as_optimizer_state()
             hold_tensors(model.parameters(), model.buffers(), [batch], memory)
             hold_gradients(model.parameters(), memory)
+            if _hold_gathered(model, memory):
+                assumptions.shards(offloads=any(getattr(one.primitive, "offload", False) for one in schedule.records))
             memory.forget_peak()  # here all of the model exists before it is partitioned; a build makes it by tensor
             for _ in range(2):
                 gc.collect()  # tensors that only reference cycles keep are not state of the runtime
-                memory.reclassify_as_optimizer_state()
+                if not is_torch:
+                    memory.reclassify_as_optimizer_state()
                 trackers.begin_step()
                 step(batch)
+    missing = {parameter for one in replicas for parameter in one.without_gradients}
+    assumptions.without_gradients([name for name, each in model.named_parameters() if each in missing])
+
+
+def _require_trained(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise EstimateError(
+            "nothing to train: no parameter of the model requires a gradient",
+            hint="model.requires_grad_(True), or parameter.requires_grad_(True) for some parameters",
+        )
+
+
+class _Nothing(torch.optim.Optimizer):
+    """Step without an effect: an estimate without an optimizer."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None: ...  # type: ignore[override]
 
 
 @contextmanager
@@ -247,18 +289,21 @@ def _phases(position: PositionTracker, model: nn.Module) -> Iterator[None]:
     """Set the phase of an engine's step: forward from the model's call on, backward, then the optimizer."""
 
     def backward(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if position.step == "backward":  # of a checkpointed module, within the backward pass
+            return run(*args, **kwargs)
         position.begin("backward")
         try:
             run(*args, **kwargs)
         finally:
             position.begin("optimizer")
 
-    handle = model.register_forward_pre_hook(lambda *_: position.begin("forward"))
-    try:
-        with backwards_through(backward):
-            yield
-    finally:
-        handle.remove()
+    def called(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is model:
+            position.begin("forward")
+        return run(module, *args, **kwargs)
+
+    with module_calls_through(called), backwards_through(backward):
+        yield
 
 
 def hold_tensors(
@@ -277,31 +322,24 @@ def hold_gradients(parameters: Iterable[nn.Parameter], memory: MemoryTracker) ->
             parameter.register_post_accumulate_grad_hook(lambda p: memory.hold([p.grad], "gradients"))
 
 
-def _step(
-    model: torch.nn.Module,
-    batches: list[Any],
-    request: Request,
-    optimizer: torch.optim.Optimizer | None,
-    trackers: Trackers,
-    replicas: Replicas | None,
-) -> None:
-    """Take a step as ``slapo_torch/engine.py`` does: in its order, keeping the same tensors."""
-    position = trackers.position
-    compute_loss = LossCall(model, request.loss)
-    losses, output = [], None
-    for number, batch in enumerate(batches):
-        position.begin("forward")
-        if replicas is not None:
-            replicas.before_forward(synchronize=number == len(batches) - 1)
-        loss, output = compute_loss(batch)
-        if number == 0:
-            for parameter in model.parameters():
-                parameter.grad = None
-        position.begin("backward")
-        (loss / len(batches) if len(batches) > 1 else loss).backward()
-        losses.append(loss.detach())
-    _step_optimizer(optimizer, trackers)
-    del loss, output, losses
+def _hold_gathered(model: nn.Module, memory: MemoryTracker) -> bool:
+    """Count full parameters that units of ``fully_shard`` gather as parameters, and their gradients as gradients.
+
+    Returns:
+        whether there are units.
+    """
+    known: set[int] = set()
+
+    def gathered(module: nn.Module, _: Any) -> None:
+        memory.hold(module.parameters(), "parameters")
+        new = [one for one in module.parameters() if id(one) not in known]
+        known.update(map(id, new))
+        hold_gradients(new, memory)
+
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in units:
+        module.register_forward_pre_hook(gathered)
+    return bool(units)
 
 
 def optimizer_of(parameters: list[torch.nn.Parameter], request: Request) -> torch.optim.Optimizer | None:
@@ -317,12 +355,17 @@ def optimizer_of(parameters: list[torch.nn.Parameter], request: Request) -> torc
     return optimizer
 
 
+def hold_optimizer(optimizer: torch.optim.Optimizer, memory: MemoryTracker) -> None:
+    """Count the state of an optimizer."""
+    state = tree_leaves(list(optimizer.state.values()))
+    memory.hold((leaf for leaf in state if isinstance(leaf, torch.Tensor)), "optimizer")
+
+
 def _step_optimizer(optimizer: torch.optim.Optimizer | None, trackers: Trackers) -> None:
     trackers.position.begin("optimizer")
     if optimizer is not None:
         optimizer.step()
-        state = tree_leaves(list(optimizer.state.values()))
-        trackers.memory.hold((leaf for leaf in state if isinstance(leaf, torch.Tensor)), "optimizer")
+        hold_optimizer(optimizer, trackers.memory)
 
 
 @dataclass(frozen=True)
@@ -367,26 +410,23 @@ def with_waiting(kinds: Sequence[RankEstimate], share: float) -> tuple[RankEstim
     )
 
 
-def pipeline_of(schedule: Schedule, request: Request) -> Pipeline | None:
-    """Cut the model of a schedule; None for one rank along ``pp``.
+def pipeline_of(schedule: Schedule, request: Request) -> Pipeline:
+    """Cut the model of a schedule with several ranks along ``pp``.
 
     Raises:
-        ArgumentError: options of a pipeline for one rank.
         BuildError: see :func:`slapo_core.build`: stages, mesh, options or batch do not fit each other.
+        EstimateError: replicas hold shards of the stages' parameters, or ``precision`` is given.
         TraceError: the model cannot be cut there.
     """
-    pp = schedule.mesh.size("pp") if schedule.mesh is not None else 1
-    if pp == 1:
-        others = [name for name in request.config if name != "batch_axes"]
-        if others:
-            raise ArgumentError(
-                f"option {', '.join(map(repr, others))} requires a pipeline (got one rank along 'pp')",
-                hint='mesh={"pp": 4}, microbatches=8; or accumulate=8 for micro-batches on one rank',
-            )
-        return None
     arguments = UserArguments(optimizer=request.optimizer, loss=request.loss, accumulate=request.accumulate)
     target = BuildTarget("torch", schedule)
     plan = target.plan(schedule, request.config, arguments.for_plan())
+    options = [name for name in ("data_parallel", "precision") if plan.config[name] not in (None, "ddp")]
+    if options:
+        raise EstimateError(
+            f"what a pipeline keeps and sends with {options[0]}={plan.config[options[0]]!r} is not known",
+            hint='mesh={"pp": 1, ...} for the same model in one stage; or leave it out',
+        )
     count, axes = plan.config["microbatches"], plan.config["batch_axes"]
     if request.accumulate > 1:
         raise BuildError(
@@ -439,6 +479,7 @@ def train_stages(
     def at(what: str) -> None:
         position.begin("backward" if " in the backward " in what else "forward")
 
+    attribute_steps(schedule.model, list(Internals(schedule).entries()), position)
     with mode:
         optimizer = optimizer_of(parameters, request) if parameters else None
         runner = pipeline.dialect.stage_runner(

@@ -162,24 +162,11 @@ def test_parameters_without_gradient_are_reported_as_ddp_refuses_them(message: M
     message(told, "1 more", "find_unused_parameters=True")
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[1](self.blocks[0](x)).mean()
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["marks", "option", "mesh"])
-def test_shards_over_replicas_are_refused(how: str, message: Messages) -> None:
-    mesh = {"dp_replicate": 2, "dp": 2} if how == "mesh" else {"dp": 2}
-    sch = slapo.create_schedule(Blocks(), mesh=mesh)
-    if how == "marks":
-        pytest.importorskip("slapo_torch.fully_shard")
-        sch["blocks.*"].fully_shard()
-    options = {"data_parallel": "fsdp"} if how == "option" else {}
+def test_options_of_buckets_are_followed_and_others_refused(message: Messages) -> None:
+    found = slapo.estimate(schedule(), torch.ones(2, 1536), optimizer=sgd, loss=loss, bucket_cap_mb=1)
+    sizes = [each.bytes for each in found.kinds[0].collectives if each.kind == "all_reduce"]
+    assert sorted(sizes) == [*5 * [LAYER], 2 * LAYER]
     with pytest.raises(slapo.EstimateError) as caught:
-        slapo.estimate(sch, torch.ones(2, 4), optimizer=sgd, loss=loss, **options)
-    message(str(caught.value), "sharded over replicas are not known")
+        slapo.estimate(schedule(), torch.ones(2, 1536), optimizer=sgd, loss=loss, static_graph=True)
+    message(caught, "static_graph=True is not known")

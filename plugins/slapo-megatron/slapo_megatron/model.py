@@ -263,6 +263,12 @@ def optimizer_of(options: Mapping[str, Any], context: BuildContext, chunks: Sequ
                 "marked",
                 hint=f"model.get_input_embeddings().weight.{name} = True, before create_schedule",
             )
+        if not context.has_groups_of_parameters:
+            raise BuildError(
+                "Megatron makes its own groups for the optimizer of optimizer_config: no decay of biases and 1-D "
+                "parameters, decoupled_lr for embeddings; no_decay and param_groups have no effect on it",
+                hint="give a factory, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4), or leave them out",
+            )
         return get_megatron_optimizer(config, list(chunks))
     inner = context.make_optimizer(
         partitioned=config.use_distributed_optimizer, has_main_weights=config.bf16 or config.fp16

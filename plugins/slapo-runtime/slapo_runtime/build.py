@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,12 @@ from slapo_runtime.ranks.world import World
 from slapo_runtime.replicas import divergence, replicas_of
 from slapo_runtime.stages import StagedModel, ask
 from slapo_runtime.weights.materialize import Materialization
+from slapo_runtime.weights.parameter_groups import ParameterGroups, check_patterns
 from slapo_runtime.weights.sources import open_source
 
 if TYPE_CHECKING:
     from slapo_core.dialect import Engine, Plan
+    from slapo_runtime.state import ModelState
 
 
 _SAME_ADDED = (
@@ -57,6 +59,8 @@ def build(
     elementwise: bool = False,
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     loss_weight: Callable[[Any], Any] | None = None,
+    no_decay: Sequence[str] | str = (),
+    param_groups: Mapping[str, Mapping[str, Any]] | None = None,
     **config: Any,
 ) -> Engine:
     """Make an engine of a scheduled model; every rank of the mesh calls it.
@@ -88,6 +92,11 @@ def build(
             ``lambda batch: (batch["labels"] != -100).sum()``. Micro-batches and replicas are weighted by it, so that
             the averaged loss is the mean over all items. Default: equal weights. A batch with ``num_items_in_batch``,
             by which transformers models divide a sum themselves, needs none: it counts the items of all replicas.
+        no_decay: patterns (:mod:`fnmatch`) of reference names of parameters without weight decay, e.g.
+            ``("*.bias", "*norm*")``. With it, or with ``param_groups``, the factory gets the list of groups that
+            ``torch.optim`` takes in place of parameters, the same on every rank; it passes the list on as it is.
+        param_groups: settings by pattern of reference names, e.g. ``{"lm_head.*": {"lr": 1e-5}}``. A parameter has the
+            settings of all patterns that it matches by one of its names; for the same setting, the first one's.
         config: options of the dialect.
 
     Raises:
@@ -96,7 +105,8 @@ def build(
         WeightsError: weights are missing, unexpected or of another shape, a tensor cannot be initialized, or a
             reference tensor has no successor.
         OptimizerError: an optimizer instead of a factory, an optimizer of other parameters than the engine's, one
-            whose ``step`` requires a closure (LBFGS), or one not known to be element-wise for a split parameter.
+            whose ``step`` requires a closure (LBFGS), or one not known to be element-wise for a split parameter; or a
+            pattern of ``no_decay`` or ``param_groups`` that matches no parameter, or contradicts another.
         RankMismatchError: ranks disagree about the schedule, the plugins, the versions, the weights, the options, or
             the tensors that a step added.
         SealedError: the schedule was built or sealed before.
@@ -116,6 +126,8 @@ def build(
         elementwise=elementwise,
         lr_scheduler=lr_scheduler,
         loss_weight=loss_weight,
+        no_decay=no_decay,
+        param_groups=param_groups,
     )
     try:
         with World(sch.mesh) as world:
@@ -174,6 +186,7 @@ class _Build:
                 source.check_files(part=(world.index, world.size))
         with world.together("mapping the tensors of the model"):
             values = Materialization(schedule, source, device=arguments.torch_device(), seed=arguments.seed)
+            groups = arguments.groups(values.state)
         agree(world, schedule, arguments, plan, source, values.reference)
         stage_ranks = self._place(target, plan, values)
         try:
@@ -183,7 +196,7 @@ class _Build:
                         for _ in values.run():
                             pass
                 with world.together(f"build() of target '{plan.target}'"):
-                    context = BuildContext(schedule, arguments, values, stage_ranks=stage_ranks)
+                    context = BuildContext(schedule, arguments, values, groups, stage_ranks=stage_ranks)
                     if simulates:
                         context.training_is_over()  # the first step compares the ranks
                         engine: Any = target.simulate(plan, context)
@@ -213,7 +226,13 @@ class _Build:
 
     @staticmethod
     def _refuse_incomplete(target: BuildTarget, values: Materialization, context: BuildContext) -> None:
-        """Refuse an engine without all tensors, or without the user's scheduler."""
+        """Refuse an engine without all tensors, or without the user's scheduler or parameter groups."""
+        if not context.has_groups_of_parameters:
+            raise BuildError(
+                f"no_decay and param_groups have no effect: build(target='{target.dialect.name}') got no optimizer",
+                plugin=target.label,
+                hint="build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4), no_decay=...)",
+            )
         if not context.schedules_learning_rate:
             raise BuildError(
                 f"target '{target.dialect.name}' of {target.label} does not schedule the learning rate",
@@ -253,6 +272,8 @@ class UserArguments:
     elementwise: bool = False
     lr_scheduler: Any = None
     loss_weight: Any = None
+    no_decay: Any = ()
+    param_groups: Any = None
 
     def check(self) -> None:
         """Refuse invalid arguments.
@@ -303,6 +324,13 @@ class UserArguments:
             raise BuildError(
                 f"accumulate must be a positive number of micro-batches (got {self.accumulate!r})", hint="accumulate=4"
             )
+
+    def groups(self, state: ModelState) -> ParameterGroups | None:
+        """Divide the parameters by ``no_decay`` and ``param_groups``; None without any."""
+        if not self.no_decay and not self.param_groups:
+            check_patterns(self.no_decay, self.param_groups)
+            return None
+        return ParameterGroups(state, self.no_decay, self.param_groups)
 
     def for_plan(self) -> BuildArguments:
         """Return the arguments for the dialect's plan."""

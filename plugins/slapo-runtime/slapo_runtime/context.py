@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core.dialect import StepResult
 from slapo_core.errors import BuildError, warn_user
+from slapo_core.internals import Internals
 from slapo_runtime.batches import (
     ForwardSignature,
     bound_batch,
@@ -26,8 +29,10 @@ from slapo_runtime.ranks.consistency import FirstSteps
 from slapo_runtime.ranks.world import together
 from slapo_runtime.stages import RankModule, StagedModel
 from slapo_runtime.stages.signatures import StagedModels, require_one_signature
+from slapo_runtime.weights.full_matrix import FullMatrixSteps
 from slapo_runtime.weights.lr_scheduler import make_lr_scheduler
 from slapo_runtime.weights.optimizer import make_optimizer, same_groups, warn_of_lost_updates
+from slapo_runtime.weights.parameter_groups import GroupedFactory
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from slapo_runtime.correspondence.storage import LiveTensor, Placement, Window
     from slapo_runtime.stages.partition import Output, Partition
     from slapo_runtime.weights.materialize import Materialization
+    from slapo_runtime.weights.parameter_groups import ParameterGroups
     from slapo_runtime.weights.state import ModelState
 
 
@@ -81,6 +87,13 @@ def _loss(output: Output) -> tuple[str, ...]:
     return (output.loss,) if output.loss is not None else ()
 
 
+def _learning_rate(optimizer: Any) -> Any:
+    """Return that of the first group with one, which a later change leaves as it is."""
+    groups: Any = getattr(optimizer, "param_groups", ())
+    rate = next((group["lr"] for group in groups if "lr" in group), None)
+    return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
+
+
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """Detach a micro-batch's tensor from the version counter of the full batch."""
     return tensor if tensor.requires_grad else tensor.data
@@ -96,16 +109,20 @@ class BuildContext:
         schedule: the same on all ranks.
         arguments: the user's arguments of ``build``.
         values: the tensors and their values.
+        groups: of the parameters, by the user's patterns; None without any.
         stage_ranks: the rank along ``pp`` of each stage; empty for one pipeline rank.
 
     Attributes:
         schedule: the schedule, with every step applied.
         state: the model's state to and from the reference layout; it stays valid for the life of the engine.
-        optimizer: the user's factory, for a runtime that must call it itself; see :meth:`make_optimizer`.
+        optimizer: the user's factory of a list of parameters, for a runtime that must call it itself; see
+            :meth:`make_optimizer`.
         accumulate: the number of micro-batches of a training step; see :meth:`micro_batches`.
         device: for the model; None leaves the model where it is.
+        model_device: the device of the tensors after the build.
         stage_ranks: the pipeline rank of each stage; empty for one pipeline rank.
         schedules_learning_rate: whether the dialect has taken the user's scheduler, if there is one.
+        has_groups_of_parameters: whether an optimizer has the user's parameter groups, if there are any.
     """
 
     def __init__(
@@ -113,25 +130,38 @@ class BuildContext:
         schedule: Schedule,
         arguments: UserArguments,
         values: Materialization,
+        groups: ParameterGroups | None = None,
         *,
         stage_ranks: tuple[int, ...] = (),
     ) -> None:
         self.schedule: Schedule = schedule
         self.state: ModelState = values.state
         self.optimizer: OptimizerFactory | None = arguments.optimizer
+        if groups is not None and self.optimizer is not None:
+            self.optimizer = GroupedFactory(self.optimizer, groups)
         self.accumulate: int = arguments.accumulate
         self.device: torch.device | None = arguments.torch_device()
         self.stage_ranks: tuple[int, ...] = stage_ranks
+        self.model_device: torch.device = values.device
         self._arguments, self._values, self._mesh = arguments, values, schedule.mesh
         self._first = FirstSteps(schedule.mesh, schedule.model, values.state)
         self._loss_call = LossCall(schedule.model, arguments.loss)
         self._clipper: GradientClipper | None = None
         self._tied: TiedGradients | None = None
         self._is_cut = False  # a batch, before
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._begun: tuple[float, Any] = (0.0, None)  # the time of the present step, and its learning rate
         self.schedules_learning_rate = arguments.lr_scheduler is None
+        self.has_groups_of_parameters = groups is None or self.optimizer is not None
+        self._groups = groups
         self._originals = {id(tensor): name for name, tensor in values.reference.items()}
 
-    def materialize(self, *, windows: Callable[[LiveTensor], Window] | None = None) -> Iterator[LiveTensor]:
+    def materialize(
+        self,
+        *,
+        windows: Callable[[LiveTensor], Window] | None = None,
+        dtype: Callable[[LiveTensor], torch.dtype | None] | None = None,
+    ) -> Iterator[LiveTensor]:
         """Give the model its values, one tensor after the other, in registration order.
 
         Only for a dialect with ``takes_tensors = True``; it must take them all. Each tensor is in its place in the
@@ -142,11 +172,13 @@ class BuildContext:
             windows: for a runtime that divides parameters by rows: this rank's window of a parameter's local shape. It
                 alone is read, and the parameter has shape, type and device, but no memory until :meth:`fill_windows`.
                 A parameter that is not on the meta device keeps its full values.
+            dtype: for a runtime that stores parameters in another type: gives it, equal on all ranks; None keeps a
+                parameter's own.
 
         Raises:
             WeightsError: the weights do not fit, or a tensor on the meta device cannot be initialized.
         """
-        return self._values.run(windows)
+        return self._values.run(windows, dtype)
 
     def fill_windows(self, module: torch.nn.Module) -> None:
         """Give a module's parameters without memory their full memory, with the values of this rank's window alone.
@@ -156,7 +188,7 @@ class BuildContext:
         self._values.fill_windows(module)
 
     def make_optimizer(
-        self, *, partitioned: bool = False, has_main_weights: bool = False
+        self, *, partitioned: bool = False, has_main_weights: bool = False, gathers: bool = False
     ) -> torch.optim.Optimizer | None:
         """Call the user's factory with this rank's parameters, and check the optimizer.
 
@@ -166,6 +198,9 @@ class BuildContext:
             partitioned: whether the runtime gives the optimizer shards of parameters, besides the schedule's shards.
             has_main_weights: whether the optimizer steps copies of the parameters in float32. Without, a warning names
                 parameters in a 16-bit type that would lose its updates.
+            gathers: whether an optimizer of full matrices (Adafactor, Muon) gathers split parameters in its ``step()``.
+                The runtime then calls ``step()`` on every rank, leaves gradients in ``grad``, and may put DTensors of
+                torch's ``fully_shard`` into the groups before the first step.
 
         Returns:
             None if the user gave no factory: the engine then only evaluates.
@@ -189,6 +224,8 @@ class BuildContext:
                 self.state.sharded_axes(partitioned=partitioned),
                 is_part=self.placement is not None,
                 elementwise=self._arguments.elementwise,
+                by_parameter=self._is_by_parameter,
+                gathers=functools.partial(FullMatrixSteps, state=self.state) if gathers else None,
             )
             if optimizer is not None:
                 self._first.end_with(optimizer)
@@ -196,7 +233,24 @@ class BuildContext:
                     warn_of_lost_updates(optimizer, stacklevel=8)
         if self.placement is not None and optimizer is not None:
             same_groups(self._mesh, optimizer)
+        self._optimizer = optimizer
         return optimizer
+
+    def _is_by_parameter(self, kind: type) -> bool:
+        """Ask the plugins whether an optimizer's update of a parameter depends on that full parameter alone."""
+        answer = Internals(self.schedule).hooks.single("slapo_full_matrix", optimizer=kind)
+        return answer is not None and bool(answer[1])
+
+    def parameter_groups(self) -> list[dict[str, Any]] | None:
+        """Return the user's groups of this rank's parameters, for a runtime that makes an optimizer of its own.
+
+        They are groups of ``torch.optim`` with the settings of ``no_decay`` and ``param_groups`` only; a pipeline rank
+        may have empty ones. None if the user gave neither.
+        """
+        if self._groups is None:
+            return None
+        self.has_groups_of_parameters = True
+        return self._groups.of(live.tensor for live in self.state.tensors() if live.is_parameter and live.is_local)  # type: ignore[misc]
 
     def make_lr_scheduler(self, optimizer: torch.optim.Optimizer | None) -> Any:
         """Call the user's factory of a learning-rate scheduler; None if there is none.
@@ -291,6 +345,10 @@ class BuildContext:
             batches = [example]
         return self._staged(batches, training=True, axes=axes, prepare=prepare)
 
+    def forget_stages(self) -> None:
+        """Make the stages again for each input signature, after hooks or types changed."""
+        self.__dict__.pop("_stages", None)
+
     @functools.cached_property
     def _stages(self) -> StagedModels:
         return StagedModels(self.schedule)  # when all tensors are in their places
@@ -370,7 +428,8 @@ class BuildContext:
     def _split_batch(
         self, batch: Any, count: int | None, *, axes: Mapping[str, int | None] | None, option: str
     ) -> list[Any]:
-        """Cut a batch, and warn once of equal weights for unequal micro-batches."""
+        """Cut a batch, the beginning of a step, and warn once of equal weights for unequal micro-batches."""
+        self._begun = time.perf_counter(), _learning_rate(self._optimizer)
         option = option or ("accumulate" if count is None else "microbatches")
         count = self.accumulate if count is None else count
         batches = self._cut(batch, count, option, axes)
@@ -493,6 +552,17 @@ class BuildContext:
         if self._clipper is None:
             self._clipper = GradientClipper(self._values.correspondence, self._arguments.max_grad_norm)
         return self._clipper.clip()
+
+    def step_result(self, loss: torch.Tensor, output: Any = None, grad_norm: torch.Tensor | None = None) -> StepResult:
+        """Make the result of a training step that began with :meth:`micro_batches` or :meth:`staged`.
+
+        Args:
+            loss: see :class:`slapo_core.StepResult`.
+            output: see there.
+            grad_norm: see there.
+        """
+        start, rate = self._begun
+        return StepResult(loss, output, grad_norm, rate, self._weights.total, time.perf_counter() - start)
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """Raise on every rank if the block raises on one of them.

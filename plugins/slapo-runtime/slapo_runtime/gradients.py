@@ -252,7 +252,7 @@ class TiedGradients:
             for tie in self._ties[places]:
                 if tie.tensor.requires_grad and tie.tensor.grad is None:
                     tie.tensor.grad = torch.zeros_like(tie.tensor)
-            gradients = [tie.tensor.grad for tie in self._ties[places] if tie.tensor.grad is not None]
+            gradients = [_local(tie.tensor.grad) for tie in self._ties[places] if tie.tensor.grad is not None]
             for bucket in buckets(gradients, _BUCKET):
                 self._sum_bucket(bucket, places)
 
@@ -282,7 +282,9 @@ class TiedGradients:
             if gradient is None:
                 gradient = torch.zeros_like(tie.tensor)
                 setattr(tie.tensor, attribute, gradient)
-            there.append(gradient)
+            own = _local(gradient)  # shards of all ranks of a tie have one place
+            if own.numel():
+                there.append(own)
         for bucket in buckets(there, _BUCKET):
             self._sum_bucket(bucket, places)
 

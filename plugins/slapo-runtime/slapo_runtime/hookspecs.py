@@ -1,4 +1,4 @@
-"""The hooks of the runtime, for pipeline stages."""
+"""The hooks of the runtime, for pipeline stages and optimizers."""
 
 from __future__ import annotations
 
@@ -52,6 +52,24 @@ def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness | N
 
     Returns:
         the sent values; None to leave it to others.
+    """
+
+
+@hookspec(firstresult=True)
+def slapo_full_matrix(optimizer: type) -> bool | None:
+    """Called when ``build`` gets an optimizer of parameters that ranks share, and does not know its class.
+
+    With True, target ``"torch"`` gathers each split parameter and its gradient on one rank, where this optimizer steps
+    it by its full matrix. ``step()`` must read the parameters from ``param_groups``, and take empty groups.
+
+    First result: yes; two active plugins that answer are an error.
+
+    Args:
+        optimizer: its class.
+
+    Returns:
+        whether the update of a parameter depends on that full parameter and its gradients alone; None for classes of
+        others.
     """
 
 

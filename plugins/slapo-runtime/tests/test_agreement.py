@@ -59,6 +59,8 @@ def build_with_steps_by_rank(case: str) -> str:
         options["loss"] = lambda output, batch: output
     if case == "accumulate":
         options["accumulate"] = 1 + rank
+    if case == "groups":
+        options["no_decay"] = ("*.bias", "*.weight")[rank]
     if case == "failing with another random state":
         options["optimizer"] = lambda parameters: None if rank == 0 else adam(parameters)
     if case == "option":
@@ -104,7 +106,7 @@ def real_like(case: str, rank: int) -> list[torch.Tensor]:
 CASES = ["fine", "argument", "missing step", "weights", "mesh", "own error", "factory", "files"]
 CASES += ["no optimizer", "no weights", "other weights", "seed"]
 CASES += ["another factory", "loss", "option", "device", "unreadable file"]
-CASES += ["random state", "random state of replicas", "failing with another random state", "accumulate"]
+CASES += ["random state", "random state of replicas", "failing with another random state", "accumulate", "groups"]
 
 
 def build_all(cases: list[str]) -> dict[str, str]:
@@ -178,6 +180,7 @@ def test_different_build_arguments_raise_on_every_rank_without_a_hang(
         "no weights": ("the weights", "rank 0: a mapping", "rank 1: the values of the model"),
         "other weights": ("the weights 'fc1.weight'", "rank 0: (8, 6), torch.float"),
         "accumulate": ("accumulate", "rank 0: 1", "rank 1: 2"),
+        "groups": ("no_decay", "*.bias", "*.weight"),
         "seed": ("the seed", "rank 0: 0", "rank 1: 1"),
         "device": ("the device of the model", "rank 0: cpu", "rank 1: meta"),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import OptimizerError
+from slapo_core.plugins import use_registry
 from slapo_runtime.launcher import run_ranks
 from slapo_runtime.weights.optimizer import make_optimizer
+from slapo_testing import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 from tests.support.building import batches, real, split
 
@@ -162,24 +166,24 @@ def build_all(directory: str) -> dict[str, str]:
 
     adafactor = torch.optim.Adafactor
     return {
-        "split": build_with(adafactor, {"tp": 2}, True, None),
-        "theirs, split": build_with(TheirAdafactor, {"tp": 2}, True, None),
+        "split": build_with(adafactor, {"tp": 2}, True, f"{directory}/split"),
+        "theirs, split": build_with(TheirAdafactor, {"tp": 2}, True, f"{directory}/theirs-split"),
         "replicas": build_with(adafactor, {"dp": 2}, True, f"{directory}/replicas"),
         "theirs, replicas": build_with(TheirAdafactor, {"dp": 2}, False, f"{directory}/theirs"),
         "nothing split": build_with(adafactor, {"tp": 2}, False, f"{directory}/whole"),
         "elementwise": build_with(torch.optim.AdamW, {"tp": 2}, True, f"{directory}/elementwise"),
-        "unknown": build_with(OwnSGD, {"tp": 2}, True, None, elementwise=True),
+        "declared": build_with(OwnSGD, {"tp": 2}, True, None, elementwise=True),
+        "unknown": build_with(OwnSGD, {"tp": 2}, True, None),
     }
 
 
 @pytest.mark.ranks
-def test_build_refuses_other_optimizers_only_for_split_parameters(tmp_path: Path, message: Messages) -> None:
+def test_build_refuses_unknown_optimizers_only_for_split_parameters(tmp_path: Path, message: Messages) -> None:
     first, second = run_ranks(build_all, str(tmp_path), world_size=2)
-    [refused] = {result[case] for result in (first, second) for case in ("split", "theirs, split")}
-    message(refused, "OptimizerError: Adafactor", "'fc1.weight'", 'mesh={"dp": ...}')
+    [refused] = {result.pop("unknown") for result in (first, second)}
+    message(refused, "OptimizerError: OwnSGD", "'fc1.weight'", 'mesh={"dp": ...}')
     for result in (first, second):
-        for case in ("replicas", "theirs, replicas", "nothing split", "elementwise", "unknown"):
-            assert result[case] == "fine", case
+        assert set(result.values()) == {"fine"}, result
 
 
 @pytest.mark.parametrize("mesh", [None, {"tp": 1}], ids=str)
@@ -188,3 +192,66 @@ def test_factored_state_is_saved_and_resumed_without_shards(mesh: Any, tmp_path:
 
     for number, factory in enumerate((torch.optim.Adafactor, TheirAdafactor)):
         assert build_with(factory, mesh, mesh is not None, str(tmp_path / str(number))) == "fine"
+
+
+class Normalized(torch.optim.Optimizer):
+    """The update of a parameter has the length of the learning rate."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.state[one]["steps"] = self.state[one].get("steps", 0) + 1
+                one.sub_(one.grad / one.grad.norm(), alpha=group["lr"])
+
+
+DECLARED = """
+from slapo_core import hookimpl
+
+@hookimpl
+def slapo_full_matrix(optimizer):
+    return True if optimizer.__name__ == "Normalized" else None
+"""
+
+
+def normalized(mesh: Any, directory: str, plugins: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Two steps, one of them after a checkpoint."""
+    for number, batch in enumerate(batches(2)):
+        schedule = slapo.create_schedule(real("mlp"), mesh=mesh, plugins=plugins)
+        engine = slapo.build(split(schedule, "mlp") if mesh else schedule, optimizer=Normalized)
+        if number:
+            engine.load(directory)
+        engine.train_step(batch)
+        engine.save(directory)
+    return engine.state_dict()
+
+
+def normalized_on_ranks(directory: str) -> tuple[dict[str, torch.Tensor], str]:
+    with tempfile.TemporaryDirectory() as installed:
+        environment = FakeEnvironment(Path(installed))
+        points = {"slapo.v1.hooks": {"acme": "acme_optimizers"}}
+        environment.install(FakeDistribution("acme-slapo", "1.0", points, {"acme_optimizers": DECLARED}))
+        sys.path.insert(0, installed)
+        try:
+            with use_registry(environment.registry(with_installed=True)):
+                found = normalized({"tp": 2}, directory, ("acme-slapo",))
+                try:
+                    normalized({"tp": 2}, directory, ())
+                except OptimizerError as error:
+                    return found, error.message
+        finally:
+            sys.path.remove(installed)
+            environment.forget_modules()
+    raise AssertionError("nobody declared it, and it was taken")
+
+
+@pytest.mark.ranks
+def test_a_plugin_declares_an_optimizer_of_full_matrices(tmp_path: Path) -> None:
+    expected = normalized(None, str(tmp_path / "plain"), ())
+    for found, refused in run_ranks(normalized_on_ranks, str(tmp_path / "tp"), world_size=2):
+        assert "Normalized is not known" in refused
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

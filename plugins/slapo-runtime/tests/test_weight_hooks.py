@@ -313,3 +313,15 @@ def test_a_wrong_answer_names_the_plugin_and_changes_nothing(
     message(caught, "odd-slapo" if new != "def _from" else "square.weight", word)
     assert all(parameter.is_meta for parameter in schedule.model.parameters())
     schedule.undo(to=0)
+
+
+def test_a_parameter_of_several_reference_tensors_is_in_one_group_or_refused(
+    scheduled: Callable[..., slapo.Schedule], message: Messages
+) -> None:
+    sch = scheduled(model())
+    decayed, undecayed = slapo.parameter_groups(sch, no_decay=("pair.a.*", "pair.b.*", "square.bias"))
+    assert [tuple(one.shape) for one in undecayed["params"]] == [(6,), (8, 6)]
+    assert len(decayed["params"]) == 3
+    with pytest.raises(slapo.OptimizerError) as refused:
+        slapo.parameter_groups(sch, no_decay="pair.a.*")
+    message(refused, "pair.a.weight, pair.b.weight")

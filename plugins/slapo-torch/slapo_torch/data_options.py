@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
 from slapo_runtime.correspondence.storage import Window
 from slapo_torch.fully_shard import FullyShard, is_reshard, marked_units, repeated_blocks, shared_names, tie, units_of
+from slapo_torch.precision import OPTIONS as OF_PRECISION, PRESETS, with_islands
 from slapo_torch.private import has_gradient_hooks
 
 if TYPE_CHECKING:
+    import torch
+
     from slapo_core import Mesh, Schedule
     from slapo_runtime.context import BuildContext
     from slapo_runtime.correspondence.storage import LiveTensor
@@ -21,7 +24,7 @@ OF_REPLICAS: dict[str, Any] = {"find_unused_parameters": False, "gradient_as_buc
 
 OF_SHARDS: dict[str, Any] = {"reshard_after_forward": None}
 
-OWN_OPTIONS = ("batch_axes", "data_parallel", *OF_SHARDS)
+OWN_OPTIONS = ("batch_axes", "data_parallel", *OF_SHARDS, *OF_PRECISION)
 """Options that are not DistributedDataParallel's."""
 
 
@@ -30,8 +33,16 @@ def data_ranks(mesh: Mesh | None) -> int:
     return mesh.size("dp_replicate") * mesh.size("dp") if mesh is not None else 1
 
 
-def materialize(context: BuildContext, *, by_rows: bool = False) -> None:
-    """Give the model its values; ``by_rows`` reads of each parameter only this rank's rows along ``dp``."""
+def materialize(
+    context: BuildContext, *, by_rows: bool = False, dtype: Callable[[LiveTensor], torch.dtype | None] | None = None
+) -> None:
+    """Give the model its values.
+
+    Args:
+        context: from ``build``.
+        by_rows: whether of each parameter only this rank's rows along ``dp`` are read.
+        dtype: as for ``context.materialize``.
+    """
     mesh = context.schedule.mesh
 
     def window(live: LiveTensor) -> Window:
@@ -42,7 +53,7 @@ def materialize(context: BuildContext, *, by_rows: bool = False) -> None:
         return Window((min(length, rows - start), *rest), (start, *(0 for _ in rest)))
 
     with context.together("materializing the model"):
-        for _ in context.materialize(windows=window if by_rows else None):
+        for _ in context.materialize(windows=window if by_rows else None, dtype=dtype):
             pass
 
 
@@ -84,20 +95,21 @@ def check_shards(schedule: Schedule, options: Mapping[str, Any]) -> None:
             f"reshard_after_forward must be a bool, or a number of ranks from 2 (got {reshard!r})",
             hint="reshard_after_forward=True",
         )
-    mesh = schedule.mesh
-    if data_ranks(mesh) == 1:
+    mesh, preset = schedule.mesh, PRESETS.get(options.get("precision", ""))
+    if data_ranks(mesh) > 1:
+        assert mesh is not None
+        _check_mesh(mesh)
+    elif preset is None or not preset.is_mixed:
         return
-    assert mesh is not None
+    _check_parameters(schedule, has_types=preset is not None)
+
+
+def _check_mesh(mesh: Mesh) -> None:
     if mesh.size("dp") == 1:
         raise BuildError(
             f"the mesh {mesh} has several ranks along 'dp_replicate' and one along 'dp', over which parameters are "
             "sharded",
             hint=f'mesh={{"dp": {data_ranks(mesh)}}}',
-        )
-    if mesh.size("dp_replicate") > 1 and mesh.size("pp") > 1:
-        raise BuildError(
-            f"the mesh {mesh} has several ranks along both 'dp_replicate' and 'pp': stages are sharded over 'dp' only",
-            hint=f'mesh={{"pp": {mesh.size("pp")}, "dp": {data_ranks(mesh)}, ...}}',
         )
     dims = list(mesh.sizes)
     if mesh.size("dp_replicate") > 1 and dims.index("dp_replicate") > dims.index("dp"):
@@ -105,6 +117,10 @@ def check_shards(schedule: Schedule, options: Mapping[str, Any]) -> None:
             f"the mesh {mesh} has 'dp_replicate' inside of 'dp': ranks that share parameters are neighbors",
             hint=f'mesh={{"dp_replicate": {mesh.size("dp_replicate")}, "dp": {mesh.size("dp")}, ...}}',
         )
+
+
+def _check_parameters(schedule: Schedule, *, has_types: bool) -> None:
+    """Check each parameter; ``has_types`` if a precision casts them to one type in each unit."""
     units = units_of(schedule)
     dtypes: dict[str, dict[str, str]] = {}
     for name, parameter in schedule.model.named_parameters():
@@ -114,7 +130,7 @@ def check_shards(schedule: Schedule, options: Mapping[str, Any]) -> None:
         if has_gradient_hooks(parameter):
             hint = 'data_parallel="ddp", or register them on the parameters of engine.module'
             raise BuildError(f"'{name}' has gradient hooks: fully_shard replaces the parameter", hint=hint)
-        if parameter.requires_grad:
+        if parameter.requires_grad and not has_types:
             unit = max((path for path in units if path and name.startswith(f"{path}.")), key=len, default="")
             others = dtypes.setdefault(unit, {})
             others.setdefault(str(parameter.dtype), name)
@@ -142,9 +158,9 @@ def data_steps(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
         over += f", replicated over 'dp_replicate' ({mesh.size('dp_replicate')})"
     if is_cut:
         yield f"{over}: the modules that each stage calls, gathered once and their gradients reduced once in a step"
-        yield "parameters of modules above the cuts, and parameters tied across stages, stay full on each replica"
         return
     units = units_of(schedule, reshard_after_forward=options["reshard_after_forward"])
+    units = with_islands(schedule, units, options)
     paths = [path for path in units if path]
     if paths:
         shown = ", ".join(paths[:2]) + (f", ... {paths[-1]}" if len(paths) > 2 else "")

@@ -15,6 +15,7 @@ from slapo_torch.data_options import (
     data_steps,
     options_of_replicas,
 )
+from slapo_torch.precision import OPTIONS, checked_precision, precision_steps
 from slapo_torch.schedules import schedule_named, schedule_of
 
 if TYPE_CHECKING:
@@ -32,11 +33,8 @@ _PIPELINED: dict[str, Any] = {
     "batch_axes": None,
     "bucket_cap_mb": 25,
 }
-_PRECISION = ("amp", "autocast", "bf16", "bfloat16", "dtype", "float16", "fp16", "precision")
-_PRECISION_HINT = (
-    'with torch.autocast("cuda", torch.bfloat16): engine.train_step(batch), or parameters in bfloat16 before '
-    "create_schedule: see 'Lower precision' in docs/training-a-live-model.md"
-)
+_PRECISION = ("amp", "autocast", "bf16", "bfloat16", "dtype", "float16", "fp16", "mixed_precision", "torch_dtype")
+_PRECISION_HINT = 'precision="bf16-mixed", or one of "fp32", "bf16", "fp16-mixed": see docs/precision.md'
 
 
 class TorchDialect(Dialect):
@@ -50,11 +48,15 @@ class TorchDialect(Dialect):
       (``sch["model.layers.*"].fully_shard()``), else of the repeated blocks. With ``dp_replicate`` in the mesh, groups
       of ``dp`` ranks that share parameters are replicated (HSDP). Default: ``"fsdp"`` where a step marks units or the
       mesh has ``dp_replicate``, else ``"ddp"``.
+    - ``precision``: ``"fp32"``, ``"bf16-mixed"``, ``"bf16"`` or ``"fp16-mixed"``, compared with the types in the first
+      training step; see ``docs/precision.md``. Default: the model's own types.
+    - ``fp32``: patterns of the names of modules that compute in float32 in a lower precision, e.g.
+      ``("*norm*", "lm_head")``.
     - with ``"ddp"`` options of DistributedDataParallel, by their own names, e.g. ``find_unused_parameters`` or
       ``static_graph``. Default: its own, but ``gradient_as_bucket_view=True``.
     - with ``"fsdp"``, ``reshard_after_forward``: of units whose step says nothing else.
 
-    Options with several ranks along ``pp``:
+    Options with several ranks along ``pp``, besides ``data_parallel``, ``precision`` and ``fp32``:
 
     - ``pipeline_schedule``: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
       ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"`` or ``"dualpipe_v"``. Default: ``"1f1b"`` with one stage per
@@ -76,13 +78,14 @@ class TorchDialect(Dialect):
         mesh = schedule.mesh
         pp = mesh.size("pp") if mesh is not None else 1
         parallel = data_parallel(schedule, config)
-        known = {"batch_axes": None, "data_parallel": parallel} | (
+        known = {"batch_axes": None, "data_parallel": parallel, **OPTIONS} | (
             _PIPELINED if pp > 1 else OF_SHARDS if parallel == "fsdp" else OF_REPLICAS
         )
         passed_on = options_of_replicas() if pp == 1 and parallel == "ddp" else frozenset()
         for name in sorted(set(config) - set(known) - passed_on):
             raise self._unknown(name, known, parallel, schedule, pp)
         options = {**known, **config, "data_parallel": parallel, "batch_axes": checked_axes(config.get("batch_axes"))}
+        options |= checked_precision(schedule, config, parallel)
         if parallel == "fsdp":
             check_shards(schedule, {**OF_SHARDS, **options})
         steps = [f"the scheduled {type(schedule.model).__name__}, {len(schedule.records)} steps applied"]
@@ -98,6 +101,7 @@ class TorchDialect(Dialect):
             if mesh.size("tp") > 1:
                 steps.append("one RNG state for the ranks of mesh_dim 'tp': the first rank's")
             steps += data_steps(schedule, options)
+        steps += precision_steps(schedule, options)
         return Plan("torch", tuple(steps), options)
 
     @staticmethod
@@ -179,6 +183,9 @@ class TorchDialect(Dialect):
         from slapo_torch.engine import TorchEngine
 
         return TorchEngine(plan, context)
+
+    def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any]:
+        return self.build(plan, context).train_step
 
 
 def _pipeline_options(options: Mapping[str, Any], pp: int) -> dict[str, Any]:

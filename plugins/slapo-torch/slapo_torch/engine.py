@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slapo_core import BuildError, StepResult
-from slapo_runtime.engine import REBUILD, StatefulEngine
-from slapo_torch.data_options import OWN_OPTIONS, data_ranks, materialize
+from slapo_runtime.engine import REBUILD
+from slapo_torch.data_options import OWN_OPTIONS, data_ranks
 from slapo_torch.fully_shard import FullyShard, units_of
+from slapo_torch.precise_engine import PreciseEngine
+from slapo_torch.precision import with_islands
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_runtime.context import BuildContext
     from slapo_runtime.state import ModelState
+    from slapo_torch.precision import ModelPrecision
     from slapo_torch.sharded_data import ShardedData
 
 
@@ -31,14 +34,21 @@ class TorchRuntime:
 
         for number, inputs in enumerate(micro_batches, start=1):
             with engine.torch.no_sync() if number < len(micro_batches) else contextlib.nullcontext():
-                (engine.torch.module(**inputs).loss / len(micro_batches)).backward()
+                with engine.torch.lowered():
+                    loss = engine.torch.module(**inputs).loss / len(micro_batches)
+                loss.backward()
         engine.torch.clip_gradients()
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
+    With ``precision="fp16-mixed"`` ``engine.scaler`` is used as torch's: ``engine.scaler.scale(loss).backward()``;
+    before clipping ``engine.scaler.unscale_(engine.optimizer)``, a collective; then
+    ``engine.scaler.step(engine.optimizer)`` and ``engine.scaler.update()``.
+
     Args:
         module: see below.
         context: from ``build``.
+        precision: of the model.
         sharded: the model's shards under ``fully_shard``; None without.
 
     Attributes:
@@ -46,8 +56,14 @@ class TorchRuntime:
             several replicas (``dp``), else ``engine.module`` itself, whose gradients are of this rank's samples alone.
     """
 
-    def __init__(self, module: nn.Module, context: BuildContext, sharded: ShardedData | None = None) -> None:
-        self.module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        context: BuildContext,
+        precision: ModelPrecision,
+        sharded: ShardedData | None = None,
+    ) -> None:
+        self.module, self._precision = module, precision
         self._context, self._sharded = context, sharded
         self._handles: list[Any] = []
         self._is_averaged = False
@@ -64,8 +80,14 @@ class TorchRuntime:
             return self.module.no_sync()  # type: ignore[no-any-return]
         return contextlib.nullcontext()
 
+    def lowered(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute forward and loss in the precision: torch.autocast, where the model does not cast itself."""
+        return self._precision.forward()
+
     def clip_gradients(self) -> torch.Tensor | None:
         """Clip all gradients: a collective; return the norm before, or None."""
+        if self._sharded is not None:
+            self._sharded.reshard()  # a forward without a backward has left full parameters
         return self._context.clip_gradients()
 
     def watch(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -96,7 +118,7 @@ class TorchRuntime:
         self._is_averaged = False
 
 
-class TorchEngine(StatefulEngine):
+class TorchEngine(PreciseEngine):
     """The implementation of :class:`slapo_core.dialect.Engine` in plain PyTorch.
 
     Args:
@@ -109,14 +131,16 @@ class TorchEngine(StatefulEngine):
         self._module, self._reason = context.schedule.model, None
         self._sharded: ShardedData | None = None
         self._frozen: tuple[nn.Parameter, ...] = ()  # parameters that DistributedDataParallel never averages
-        is_sharded = plan.config["data_parallel"] == "fsdp" and data_ranks(context.schedule.mesh) > 1
-        materialize(context, by_rows=is_sharded)
-        self.optimizer = context.make_optimizer(partitioned=is_sharded)
+        is_sharded = self._materialize(plan, context)
+        replicas = data_ranks(context.schedule.mesh)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1, gathers=True)
         if is_sharded:
             self._shard()
+        else:
+            self._precision.install()
         self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
         module = self._module if is_sharded else self._replicated()
-        self._runtime: TorchRuntime | None = TorchRuntime(module, context, self._sharded)
+        self._runtime: TorchRuntime | None = TorchRuntime(module, context, self._precision, self._sharded)
         self._runtime.watch(self.optimizer)
 
     def _replicated(self) -> nn.Module:
@@ -138,11 +162,11 @@ class TorchEngine(StatefulEngine):
                 hint="use an optimizer that makes its state in the first step (SGD, AdamW)",
             )
         schedule, reshard = self._context.schedule, self.plan.config["reshard_after_forward"]
-        units = units_of(schedule, reshard_after_forward=reshard)
-        assert schedule.mesh is not None
+        units = with_islands(schedule, units_of(schedule, reshard_after_forward=reshard), self.plan.config)
         root = FullyShard(False if reshard is False else None)
-        mesh = mesh_of_shards(schedule.mesh)
-        self._sharded = ShardedData(self._module, units, mesh, root=root, fill=self._context.fill_windows)
+        mesh, fill = mesh_of_shards(schedule.mesh, self._precision.device), self._context.fill_windows
+        self._sharded = ShardedData(self._module, units, mesh, root=root, policy=self._precision.policy, fill=fill)
+        self._precision.install(["", *(path for path in units if path and self._precision.gathers)])
         self._sharded.take_over(self.optimizer)
         self._context.state.tensors()  # shards take over the layouts of the parameters in whose place they are
 
@@ -181,31 +205,29 @@ class TorchEngine(StatefulEngine):
             raise self._unfrozen()
         batches = self._context.micro_batches(batch, axes=self.plan.config["batch_axes"])
         losses, output = [], None
-        with self._passes():
+        with self._passes(), self._watched():
             if self._sharded is not None:
                 self._sharded.forget_gradients()
             for number, inputs in enumerate(batches, start=1):
                 with runtime.no_sync() if number < len(batches) else contextlib.nullcontext():
-                    loss, output = self._context.compute_loss(inputs, runtime.module)
+                    with self._lowered():
+                        loss, output = self._context.compute_loss(inputs, runtime.module)
                     if number == 1:
                         optimizer.zero_grad(set_to_none=True)
-                    (loss / len(batches) if len(batches) > 1 else loss).backward()
+                    self._scaled(loss / len(batches) if len(batches) > 1 else loss).backward()
                 losses.append(loss.detach())
             if self._sharded is not None:
                 self._sharded.refuse_unseen_backward()
-        norm = self._context.clip_gradients()
-        optimizer.step()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        norm = self._update()
         self.steps += 1
         if len(batches) > 1:
-            return StepResult(torch.stack(losses).mean(), None, norm)
-        return StepResult(losses[0], output, norm)
+            return self._context.step_result(torch.stack(losses).mean(), None, norm)
+        return self._context.step_result(losses[0], output, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
         if self._runtime is None:
             raise self._closed(self._reason or "")
-        with self._passes():
+        with self._passes(), self._lowered():
             loss, output = self._context.evaluate(batch)
         return StepResult(loss, output)
 

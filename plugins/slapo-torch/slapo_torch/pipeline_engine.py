@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_core import BuildError, StepResult
-from slapo_runtime.correspondence.storage import sharded_over
-from slapo_runtime.engine import PipelineSteps, StatefulEngine
+from slapo_runtime.engine import PipelineSteps
 from slapo_runtime.stages.runner import StageCache, step_seed
-from slapo_torch.data_options import data_ranks, materialize
+from slapo_torch.data_options import data_ranks
 from slapo_torch.fully_shard import units_of_stages
+from slapo_torch.precise_engine import PreciseEngine
+from slapo_torch.precision import with_islands
 from slapo_torch.replica_gradients import averaging
 from slapo_torch.running_stage import PipelineRunner
 from slapo_torch.schedules import schedule_of
@@ -115,6 +116,12 @@ def gather_output(
     return (None, problem) if problem else (partition.output.assemble(values), "")
 
 
+def _paths(model: nn.Module, stages: Sequence[nn.Module]) -> list[str]:
+    """Return the paths of the model's modules that are within stages."""
+    called = {id(module) for stage in stages for module in stage.modules()}
+    return [path for path, module in model.named_modules() if id(module) in called]
+
+
 def _joined(parts: list[torch.Tensor], axis: int | None) -> torch.Tensor:
     if axis is not None:
         return torch.cat(parts, axis)
@@ -137,7 +144,7 @@ def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=group, group_src=root)
 
 
-class PipelineEngine(PipelineSteps, StatefulEngine):
+class PipelineEngine(PipelineSteps, PreciseEngine):
     """The implementation of :class:`slapo_core.dialect.Engine` by torch.distributed.pipelining.
 
     Every rank gets the full batch of its replica, and returns the replica's loss. A failed step closes the engine.
@@ -161,23 +168,27 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
         self._count: int = plan.config["microbatches"]
         self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
         self._part: nn.Module | None = None
-        is_sharded = plan.config["data_parallel"] == "fsdp" and data_ranks(mesh) > 1
-        materialize(context)
-        self.optimizer = context.make_optimizer(partitioned=is_sharded)
-        self._sharded = self._shard() if is_sharded else None
+        is_sharded = self._materialize(plan, context)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded and data_ranks(mesh) > 1, gathers=True)
+        self._sharded: ShardedStages | None = None
+        if is_sharded:
+            self._sharded = self._shard()
+        else:
+            self._precision.install(())
         self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
         here = [live for live in self._state.tensors() if live.is_local]
-        self._parameters = [live.tensor for live in here if live.is_parameter and not sharded_over(live.tensor)]
+        self._parameters = [live.tensor for live in here if live.is_parameter]
         self._device = context.device or next((live.tensor.device for live in here), torch.device("cpu"))
         self._schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
-        self._cache = StageCache(context, self._count, self._axes, "", self._runner)
+        self._cache = StageCache(context, self._count, self._axes, "", self._runner, prepare=self._precision.prepare)
         self._sent_bytes: dict[int, list[int]] = {}  # to other ranks, forward and backward, by stage
 
     @property
     def module(self) -> nn.Module:
         """The stages of this rank, with their modules at the reference paths."""
         if self._part is None:
-            example = self._context.staged_example(self._count, axes=self._axes)
+            prepare = self._precision.prepare
+            example = self._context.staged_example(self._count, axes=self._axes, prepare=prepare)
             self._part = self._context.part(example.staged.partition)
         return self._part
 
@@ -195,15 +206,23 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
         """Put shards into the stages of this rank and into the optimizer; everything that can fail came before."""
         from slapo_torch.sharded_data import ShardedStages, mesh_of_shards
 
-        schedule = self._context.schedule
-        assert schedule.mesh is not None
-        called = {id(module) for module in self.module.modules()}
-        local = [path for path, module in schedule.model.named_modules() if id(module) in called]
-        units = units_of_stages(schedule, local)
-        sharded = ShardedStages(schedule.model, units, mesh_of_shards(schedule.mesh))
+        schedule, precision = self._context.schedule, self._precision
+        prepare = precision.prepare_stored
+        partition = self._context.staged_example(self._count, axes=self._axes, prepare=prepare).staged.partition
+        part = self._context.part(partition)
+        local = _paths(schedule.model, [part])
+        units = with_islands(schedule, units_of_stages(schedule, local), self.plan.config)
+        mesh = mesh_of_shards(schedule.mesh, precision.device)
+        own = {path: unit for path, unit in units.items() if path in local}
+        sharded = ShardedStages(schedule.model, own, mesh, policy=precision.policy)
         sharded.take_over(self.optimizer)
         self._state.tensors()  # shards take over the layouts of the parameters in whose place they are
         self._part = None
+        if precision.preset is not None:
+            everywhere = _paths(schedule.model, [stage.module for stage in partition.stages])
+            precision.install(units_of_stages(schedule, everywhere) if precision.gathers else ())
+            self._part = self._context.part(partition)
+            self._context.forget_stages()
         return sharded
 
     # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------
@@ -214,14 +233,9 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
             raise self._without_optimizer()
         loss = self._forward_backward(batch, zero=self.optimizer)
         with self._closing(lambda: self._at):
-            self._at = "clipping gradients"
-            norm = self._context.clip_gradients()
-            self._at = "the step of the optimizer"
-            self.optimizer.step()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+            norm = self._update(self._stand)
         self.steps += 1
-        return StepResult(loss, None, norm)
+        return self._context.step_result(loss, None, norm)
 
     def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:
         """Run the forwards of all micro-batches.
@@ -273,26 +287,39 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
                 begin, finish = averaging(
                     runner,
                     self._trained(),
-                    self._mesh.group("dp"),
+                    self._mesh.group("dp") if self._sharded is None else None,
                     bucket_bytes=self.plan.config["bucket_cap_mb"] << 20,
                 )
-                with step_seed(self._device) as seed:
+                scale = None if self.scaler is None else self.scaler.scaled_one()
+                with step_seed(self._device) as seed, self._watched():
                     work = runner.run(
-                        cut.inputs, cut.loss, backward=True, seed=seed, at=self._stand, stage_is_over=begin
+                        cut.inputs,
+                        cut.loss,
+                        backward=True,
+                        seed=seed,
+                        at=self._stand,
+                        stage_is_over=begin,
+                        scale=scale,
                     )
                 loss = self._loss(runner, work)
                 self._at = "summing gradients"
                 finish()
                 if self._sharded is not None:
                     self._sharded.reduce_gradients()
-                self._context.sum_tied_gradients()
-                for parameter, gradient in earlier:
-                    parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        with self._closing(lambda: self._at):  # shards are in their places again
+            self._context.sum_tied_gradients()
+            for parameter, gradient in earlier:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
 
-    def _gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Have full parameters for the passes of a step."""
-        return contextlib.nullcontext() if self._sharded is None else self._sharded.gathered()
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Have full parameters for the passes of a step, in the types of the forward."""
+        if self._sharded is None:
+            yield
+            return
+        with self._sharded.gathered(), self._precision.placeholders():
+            yield
 
     def _runner(self, staged: StagedModel, training: bool) -> PipelineRunner:
         """Make the runner of this rank's stages for one input signature."""

@@ -84,6 +84,7 @@ class PipelineWork(SeededWork):
         seed: of the stages' RNG streams; None uses torch's default generator.
         keep_outputs: whether the output values of stages are kept.
         stage_is_over: called with the index of a stage after its last backward pass.
+        scale: of the losses in the backward passes, a scalar tensor; None without.
         drew: whether a stage used its RNG stream.
         losses: by micro-batch, where the last stage is.
         outputs: by name and micro-batch.
@@ -95,6 +96,7 @@ class PipelineWork(SeededWork):
     seed: int | None = None
     keep_outputs: bool = False
     stage_is_over: Callable[[int], None] = lambda stage: None
+    scale: torch.Tensor | None = None
     drew: bool = False
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
@@ -300,7 +302,8 @@ class RunningStage(StageBase):
         if flight.loss is not None:
             if not flight.loss.requires_grad:
                 return [], []
-            return [flight.loss], [torch.full_like(flight.loss, 1.0 / self._count)]
+            gradient = torch.full_like(flight.loss, 1.0 / self._count)
+            return [flight.loss], [gradient if self.work.scale is None else gradient.mul_(self.work.scale)]
         with_gradient = [one for one, value in zip(flight.sent, self._going, strict=True) if value.requires_grad]
         pairs = [
             (one if one.grad_fn is not None else one.view_as(one), gradient)
@@ -417,6 +420,7 @@ class PipelineRunner(SignatureFacts):
         seed: int | None = None,
         keep_outputs: bool = False,
         stage_is_over: Callable[[int], None] = lambda stage: None,
+        scale: torch.Tensor | None = None,
     ) -> PipelineWork:
         """Run one step; gradients are accumulated.
 
@@ -428,8 +432,9 @@ class PipelineRunner(SignatureFacts):
             seed: of the stages' RNG streams; None uses torch's default generator.
             keep_outputs: whether the output values of this rank's stages are kept.
             stage_is_over: called with the index of each stage after its last backward pass, with complete gradients.
+            scale: of the losses in the backward passes.
         """
-        work = PipelineWork(inputs, loss, at, seed, keep_outputs, stage_is_over, drew=bool(self.uses_rng))
+        work = PipelineWork(inputs, loss, at, seed, keep_outputs, stage_is_over, scale, drew=bool(self.uses_rng))
         for stage in self.stages:
             stage.work = work
         try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from slapo_core import ArgumentError, BuildError, MeshError, Schedule, SealedError
@@ -17,12 +20,13 @@ from slapo_runtime.correspondence.storage import sharded_over
 from slapo_runtime.state import live_state
 from slapo_torch.data_options import check_shards, data_ranks
 from slapo_torch.fully_shard import FullyShard, units_of
-from slapo_torch.private import reduce_accumulated
+from slapo_torch.private import begin, reduce_accumulated
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from slapo_core import Mesh
+
+
+Policy = Callable[[str], fsdp.MixedPrecisionPolicy]
 
 
 def fully_shard(sch: Schedule, *, reshard_after_forward: bool | int | None = None) -> None:
@@ -79,13 +83,32 @@ def fully_shard(sch: Schedule, *, reshard_after_forward: bool | int | None = Non
     sch.seal("slapo_core.fully_shard")
 
 
-def mesh_of_shards(mesh: Mesh) -> DeviceMesh:
-    """Return torch's mesh of the ranks that share parameters: ``dp``, or ``dp_replicate`` x ``dp`` (HSDP)."""
+def mesh_of_shards(mesh: Mesh | None, device: torch.device | None = None) -> DeviceMesh:
+    """Return torch's mesh of the ranks that share parameters: ``dp``, or ``dp_replicate`` x ``dp`` (HSDP).
+
+    Args:
+        mesh: of the schedule.
+        device: of the model, for a mesh of this rank alone.
+    """
+    if data_ranks(mesh) == 1:
+        kind = device.type if device is not None else "cpu"
+        if not dist.is_initialized():
+            backend = "gloo" if kind == "cpu" else dist.get_default_backend_for_device(kind)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            atexit.register(_end_process_group)
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return DeviceMesh.from_group(alone, kind, mesh_dim_names=("dp",))
+    assert mesh is not None
     device_mesh: Any = mesh.device_mesh
     return device_mesh["dp_replicate", "dp"] if mesh.size("dp_replicate") > 1 else device_mesh["dp"]  # type: ignore[no-any-return]
 
 
 Fill = Callable[[nn.Module], None]
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class ShardedModel:
@@ -95,18 +118,31 @@ class ShardedModel:
         model: parameters of units become DTensors in its place.
         units: the options of each, by path.
         mesh: of the ranks that share parameters.
+        policy: the MixedPrecisionPolicy of the unit at a path; None for the default of torch.
         fill: is called with each unit before it is sharded; None: all parameters have their values.
+        root: a module above the model, whose unit holds what is left; None: the model is a unit itself.
     """
 
     def __init__(
-        self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, fill: Fill | None = None
+        self,
+        model: nn.Module,
+        units: Mapping[str, FullyShard],
+        mesh: DeviceMesh,
+        *,
+        policy: Policy | None = None,
+        fill: Fill | None = None,
+        root: nn.Module | None = None,
     ) -> None:
+        types_of = policy or (lambda path: fsdp.MixedPrecisionPolicy())
         full = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
         for path in sorted(units, key=lambda path: -path.count(".") - bool(path)):  # inner ones first, the root last
             if fill is not None:
                 fill(model.get_submodule(path))
-            _shard(model.get_submodule(path), mesh, units[path])
-        self._units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+            _shard(model.get_submodule(path), mesh, units[path], types_of(path))
+        if root is not None:
+            _shard(root, mesh, FullyShard(False), types_of(""))
+        above = model if root is None else root
+        self._units: list[Any] = [module for module in above.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             unit.set_force_sum_reduction_for_comms(True)  # gloo of some torch sums where it is to average
         shards = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
@@ -127,6 +163,7 @@ class ShardedData(ShardedModel):
         units: the options of each unit but the root, by path.
         mesh: of the ranks that share parameters.
         root: the options of the root.
+        policy: as for :class:`ShardedModel`.
         fill: as for :class:`ShardedModel`.
     """
 
@@ -137,11 +174,13 @@ class ShardedData(ShardedModel):
         mesh: DeviceMesh,
         *,
         root: FullyShard,
+        policy: Policy | None = None,
         fill: Fill | None = None,
     ) -> None:
         self._model, self._name = model, type(model).__name__  # fully_shard puts a class of its own before it
         self._has_failed = False
-        super().__init__(model, {**units, "": units.get("", root)}, mesh, fill=fill)
+        super().__init__(model, {**units, "": units.get("", root)}, mesh, policy=policy, fill=fill)
+        model.register_forward_pre_hook(_reshard_first, prepend=True)  # before that of fully_shard
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -203,31 +242,59 @@ class ShardedData(ShardedModel):
             )
 
 
+def _reshard_first(module: Any, _: Any) -> None:
+    """Free full parameters of the root that a forward without a backward has left: a step did not reach them."""
+    module.reshard()
+
+
 def _parameters(module: Any) -> Iterable[nn.Parameter]:
     found: Iterable[nn.Parameter] = module.parameters()
     return found
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, unit: FullyShard) -> None:
+def _shard(module: nn.Module, mesh: DeviceMesh, unit: FullyShard, types: fsdp.MixedPrecisionPolicy) -> None:
     offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if unit.offload else fsdp.OffloadPolicy()
-    fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=unit.reshard_after_forward, offload_policy=offload)
+    elsewhere = {parameter for parameter in module.parameters() if parameter.is_meta}
+    fsdp.fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=types,
+        offload_policy=offload,
+        ignored_params=elsewhere,
+    )
+
+
+class _Root(nn.Module):
+    """The root of a rank's units, in place of a model whose forward is spread over stages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> None:
+        raise NotImplementedError("stages run the forward of the model")
 
 
 class ShardedStages(ShardedModel):
-    """The modules of a rank's pipeline stages under torch's ``fully_shard``.
+    """The parameters of a rank's pipeline stages under torch's ``fully_shard``.
 
-    Their parameters are gathered once for all micro-batches of a step, and gradients are reduced after the last one.
-    Modules above a cut are never called; parameters that they own stay full.
+    They are gathered once for all micro-batches of a step, and gradients are reduced after the last one. The root's
+    unit holds what no called module owns alone: parameters of modules above a cut, and ones tied across stages.
 
     Args:
-        model: parameters of the stages become DTensors in its place.
+        model: parameters of the stages become DTensors in its place; those on the meta device are other ranks'.
         units: modules that a stage calls, by path; parameters of a module outside of inner units are a unit.
         mesh: of the ranks that share parameters.
+        policy: as for :class:`ShardedModel`.
     """
 
-    def __init__(self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, FullyShard], mesh: DeviceMesh, *, policy: Policy | None = None
+    ) -> None:
         kept = {path: dataclasses.replace(unit, reshard_after_forward=False) for path, unit in units.items()}
-        super().__init__(model, kept, mesh)
+        super().__init__(model, kept, mesh, policy=policy, root=_Root(model))
+        begin(self._units)
         for unit in self._units:
             unit.set_requires_gradient_sync(False)
             unit.set_reshard_after_backward(False)

@@ -107,6 +107,8 @@ def test_plan_lists_the_pipeline_and_is_reproducible() -> None:
         "microbatches": 3,
         "batch_axes": {},
         "data_parallel": "ddp",
+        "precision": None,
+        "fp32": (),
         "bucket_cap_mb": 25,
     }
     assert schedule_of(plan({"pp": 3}).config, 3, 3).name == "1f1b"

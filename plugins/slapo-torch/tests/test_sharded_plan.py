@@ -66,7 +66,8 @@ def test_plan_names_units_and_counts_collectives() -> None:
         "fully_shard over mesh_dim 'dp' (2 ranks): blocks.0, blocks.1, ... blocks.2 (3 units), and the root's unit",
         "a micro-batch gathers 7 times over 'dp'; a step reduces gradients 4 times",
     )
-    assert made.config == {"batch_axes": {}, "data_parallel": "fsdp", "reshard_after_forward": None}
+    own = {"batch_axes": {}, "data_parallel": "fsdp", "reshard_after_forward": None}
+    assert made.config == {**own, "precision": None, "fp32": ()}
     kept = plan(Stack(), {"dp_replicate": 2, "dp": 2}, reshard_after_forward=False)
     assert kept.config["data_parallel"] == "fsdp"
     assert kept.steps[1].startswith("fully_shard over mesh_dim 'dp' (2 ranks), replicated over 'dp_replicate' (2): ")
@@ -176,7 +177,6 @@ def mixed() -> nn.Module:
         (Stack, MESH, {"data_parallel": "fsdp", "static_graph": True}, "'static_graph' is DistributedDataParallel's"),
         (Stack, {"dp_replicate": 2, "dp": 2}, {"data_parallel": "ddp"}, "several ranks along 'dp_replicate'"),
         (Stack, {"dp_replicate": 2, "tp": 2}, {}, "one along 'dp'"),
-        (Stack, {"pp": 2, "dp_replicate": 2, "dp": 2}, {}, "along both 'dp_replicate' and 'pp'"),
         (Stack, {"dp": 2, "dp_replicate": 2}, {}, "'dp_replicate' inside of 'dp'"),
     ],
 )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import math
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -81,7 +87,25 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class Scaled(nn.Module):
+    """Tied and scaled at both ends: the root owns a parameter that two stages read, and one that none reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(4))
+        self.scale, self.unread = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.first(x) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return {"loss": (self.last(x) * self.scale - labels).square().mean()}
+
+
 BLOCKS = {
+    Scaled: "blocks.*",
     bert: "bert.encoder.layer.*",
     llama: "model.layers.*",
     lora: "model.layers.*",
@@ -99,6 +123,9 @@ def make_model(make: Make) -> nn.Module:
 
 def make_batches(make: Make, count: int = 3) -> list[dict[str, torch.Tensor]]:
     draw = torch.Generator().manual_seed(1)
+    if make is Scaled:
+        both = torch.randn(count, 2, 8, 6, generator=draw, dtype=torch.float64)
+        return [{"x": x, "labels": labels} for x, labels in both]
     if make is vit:
         pixels = torch.randn(count, 8, 3, 8, 8, generator=draw, dtype=torch.float64)
         return [{"pixel_values": one, "labels": torch.arange(8) % 5} for one in pixels]
@@ -123,7 +150,15 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4)
 
 
-WEIGHTS = {bert: all_tokens, t5: all_tokens, llama: tokens, lora: tokens, gpt2: tokens, vit: all_tokens}
+WEIGHTS = {
+    Scaled: lambda batch: torch.tensor(len(batch["x"])),
+    bert: all_tokens,
+    t5: all_tokens,
+    llama: tokens,
+    lora: tokens,
+    gpt2: tokens,
+    vit: all_tokens,
+}
 
 
 def scheduled(make: Make, mesh: dict[str, int], *steps: str) -> slapo.Schedule:
@@ -172,9 +207,10 @@ def train(make: Make, mesh: dict[str, int], *steps: str, **options: Any) -> Foun
     sch = scheduled(make, mesh, *steps)
     options = {"max_grad_norm": 0.5, "optimizer": adamw, "loss_weight": WEIGHTS[make], **options}
     engine = slapo.build(sch, data_parallel="fsdp", **options)
-    assert any(sharded_over(parameter) for parameter in engine.module.parameters())
+    assert all(sharded_over(parameter) for parameter in engine.module.parameters())
     norms = [float(engine.train_step(share(sch, batch)).grad_norm) for batch in make_batches(make)]
     engine.eval_step(share(sch, make_batches(make)[0]))
+    assert all(sharded_over(parameter) for parameter in engine.module.parameters())
     engine.check_replicas()
     return norms, engine.state_dict()
 
@@ -184,7 +220,7 @@ def train_plain(make: Make) -> Found:
     optimizer, norms = adamw([one for one in model.parameters() if one.requires_grad]), []
     for batch in make_batches(make):
         optimizer.zero_grad()
-        model(**batch).loss.backward()
+        model(**batch)["loss"].backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
     return norms, {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -216,13 +252,23 @@ CASES: dict[str, Case] = {
     "llama, offload": (llama, HSDP, ("offload",), {}),
     "bert, dp 4": (bert, {"dp": 4}, ("checkpoint",), {"reshard_after_forward": False}),
     "bert, ties over stages": (bert, STAGES, ("cut",), {"microbatches": 4, "pipeline_schedule": "gpipe"}),
+    "ties and scales over stages": (Scaled, STAGES, ("cut",), {}),
+    "bert, hsdp in stages": (bert, {"pp": 2, "dp_replicate": 2, "dp": 2}, ("cut", "checkpoint"), {}),
     "vit, stages": (vit, STAGES, ("cut",), {}),
     "vit, compiled": (vit, HSDP, ("compile",), {}),
     "gpt2, dp 4": (gpt2, {"dp": 4}, ("trace",), {"accumulate": 2}),
     "t5, hsdp": (t5, HSDP, (), {}),
     "lora, hsdp": (lora, {"dp_replicate": 2, "dp": 2, "tp": 1}, ("checkpoint",), {}),
 }
-QUICK = ("llama, dp 4, marks", "llama, hsdp", "llama, dp x tp", "llama, stages", "bert, ties over stages")
+WIDE = "bert, hsdp in stages"  # takes eight ranks
+QUICK = (
+    "llama, dp 4, marks",
+    "llama, hsdp",
+    "llama, dp x tp",
+    "llama, stages",
+    "bert, ties over stages",
+    "ties and scales over stages",
+)
 
 
 def all_of(names: list[str]) -> dict[str, Found]:
@@ -235,7 +281,7 @@ def all_of(names: list[str]) -> dict[str, Found]:
 
 
 def compare(names: list[str]) -> None:
-    ranks = run_ranks(all_of, names, world_size=4, timeout=600)
+    ranks = run_ranks(all_of, names, world_size=math.prod(CASES[names[0]][1].values()), timeout=600)
     for name in names:
         expected = train_plain(CASES[name][0])
         for found in ranks:
@@ -251,7 +297,8 @@ def test_sharded_training_equals_one_process() -> None:
 
 @pytest.mark.breadth
 def test_more_sharded_models_equal_one_process() -> None:
-    compare([name for name in CASES if name not in QUICK])
+    compare([name for name in CASES if name not in (*QUICK, WIDE)])
+    compare([WIDE])
 
 
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
@@ -308,6 +355,8 @@ def by_hand(mesh: dict[str, int], *steps: str) -> Found:
                 continue
             with contextlib.nullcontext() if is_last else engine.torch.no_sync():
                 engine.torch.module(**share(sch, batch)).loss.backward()
+            with torch.no_grad():
+                engine.torch.module(**share(sch, batch))  # leaves full parameters without gradients
         norms.append(float(engine.torch.clip_gradients()))
         engine.optimizer.step()
         engine.optimizer.zero_grad()
@@ -317,6 +366,56 @@ def by_hand(mesh: dict[str, int], *steps: str) -> Found:
 def full_labels(count: int) -> list[dict[str, torch.Tensor]]:
     """Batches whose samples have equal numbers of labels."""
     return [{**one, "labels": one["input_ids"].flip(1).clone()} for one in make_batches(llama, count)]
+
+
+class Collectives(TorchDispatchMode):
+    """Count the collectives of process groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(kind: str) -> dict[str, int]:
+    """Those of a second step, with checkpoints."""
+    batches = [{name: one[:4] for name, one in batch.items()} for batch in make_batches(llama, 2)]
+    if kind == "by hand":
+        model = make_model(llama)
+        for layer in model.model.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            torch_fully_shard(layer)
+        torch_fully_shard(model)
+
+        def step(batch: dict[str, torch.Tensor]) -> None:
+            model(**batch).loss.backward()
+
+    else:
+        sch = scheduled(llama, {"dp": 2})
+        sch["model.layers.*"].checkpoint()
+        if kind == "fused head":
+            sch["lm_head"].linear_cross_entropy(chunk=3)
+        engine = slapo.build(sch, data_parallel="fsdp", optimizer=adamw)
+        step = engine.train_step
+    step(batches[0])
+    with Collectives() as mode:
+        step(batches[1])
+    return dict(mode.counts)
+
+
+def all_collectives() -> dict[str, dict[str, int]]:
+    return {kind: collectives(kind) for kind in ("by hand", "scheduled", "fused head")}
+
+
+def test_checkpoints_and_chunks_of_the_head_gather_no_more_than_by_hand() -> None:
+    """Four blocks twice and the root once: its head is there for all chunks."""
+    for found in run_ranks(all_collectives, world_size=2):
+        assert sorted(found["by hand"].values()) == [5, 9]
+        assert found["by hand"] == found["scheduled"] == found["fused head"]
 
 
 @pytest.mark.parametrize(("mesh", "steps"), [({"dp": 2}, ()), (STAGES, ("cut",))], ids=str)

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import slapo_core as slapo
 from slapo_torch.dialect import TorchDialect
 from tests.messages import Messages
 from tests.support.building import real, split
-
-
-def test_precision_is_no_option_of_target_torch_and_the_way_is_named() -> None:
-    with pytest.raises(slapo.BuildError) as caught:
-        slapo.build(slapo.create_schedule(torch.nn.Linear(2, 2)), bf16=True)
-    assert "torch.autocast" in str(caught.value.hint)
 
 
 def test_an_unknown_option_is_named(message: Messages) -> None:

@@ -54,9 +54,11 @@ def accumulated() -> list[list[float]]:
     found = []
     for is_reduced in (True, False):
         torch.manual_seed(0)
-        model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        units: list[Any] = [fully_shard(unit, mesh=mesh, reshard_after_forward=False) for unit in model]
+        inner = [fully_shard(unit, mesh=mesh, reshard_after_forward=False) for unit in model]
+        units: list[Any] = [fully_shard(model, mesh=mesh, reshard_after_forward=False), *inner]
+        private.begin(units)
         for unit in units:
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_requires_gradient_sync(False)
@@ -65,13 +67,13 @@ def accumulated() -> list[list[float]]:
             unit.unshard()
         for number in (1.0, 2.0):
             x = torch.full((1, 2), number + dist.get_rank())
-            nn.functional.linear(units[0](x), units[1].weight).sum().backward()
+            nn.functional.linear(inner[0](x), inner[1].weight).sum().backward()
         for unit in units:
             unit.set_requires_gradient_sync(is_reduced)
         private.reduce_accumulated(units)
         for unit in units:
             unit.reshard()
-        gradients = [unit.weight.grad for unit in units]
+        gradients = [unit.weight.grad for unit in inner]
         found += [[] if one is None else one.full_tensor().flatten().tolist() for one in gradients]
     return found
 

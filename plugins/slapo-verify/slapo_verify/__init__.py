@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 from slapo_core.errors import ArgumentError
@@ -27,6 +28,7 @@ class VerifyArguments(TypedDict, total=False):
     seed: int
     blame_seconds: float | None
     timeout: float | None
+    precision: str | None
 
 
 @overload
@@ -50,6 +52,7 @@ def verify(
     seed: int = 0,
     blame_seconds: float | None = 120.0,
     timeout: float | None = None,
+    precision: str | None = None,
 ) -> VerifyReport | tuple[VerifyReport, ...]:
     """Compare the scheduled model with the reference model, and name the steps that broke it.
 
@@ -71,8 +74,9 @@ def verify(
     A list of schedules of one model (of several instances of it, equal in structure and values) is compared schedule by
     schedule with the reference model, and thereby with each other; the meshes may differ.
 
-    Under ``torch.autocast`` both models run so. A model that does not run in float64, with its steps (a kernel of half
-    precision), is compared in float32, or else in its own types, which the report says.
+    Under ``torch.autocast``, and with ``precision="bf16-mixed"`` or ``"fp16-mixed"``, both models run so, and their own
+    types are allowed the rounding of the lower one. A model that does not run in float64, with its steps (a kernel of
+    half precision), is compared in float32, or else in its own types, which the report says.
 
     A rank that raises is named on every rank, and so is one that leaves out a collective, after ``timeout`` at the
     latest: the steps are repeated on a copy whose mesh has process groups of verify's own, with that timeout. (A model
@@ -97,6 +101,8 @@ def verify(
             three suspects are named, with "search stopped". None: no limit.
         timeout: seconds that a rank waits in a collective for another one; None: the larger of 60 and ten times what
             the reference model took. For an abstract mesh, seconds for its processes; None: 120.
+        precision: a preset of ``build(..., precision=)`` in which the model's own types are compared: ``"fp32"``,
+            ``"bf16-mixed"`` or ``"fp16-mixed"``; None: under the caller's autocast, if any.
 
     Returns:
         the report: differences by kind, largest share of the tolerance, and notes; print it. For a list, one each.
@@ -127,6 +133,11 @@ def verify(
         raise ArgumentError(
             f"timeout must be a positive number of seconds (got {timeout!r})", hint="verify(sch, batch, timeout=300)"
         )
+    if precision is not None and precision not in ("fp32", "bf16-mixed", "fp16-mixed"):
+        raise ArgumentError(
+            f"precision must be 'fp32', 'bf16-mixed' or 'fp16-mixed' (got {precision!r})",
+            hint="parameters in bfloat16 before create_schedule" if precision == "bf16" else 'precision="bf16-mixed"',
+        )
     import torch
 
     from slapo_verify.inputs import Inputs
@@ -140,8 +151,21 @@ def verify(
         given = example_inputs if example_inputs is not None else given
         further = tuple(Inputs.of(batch) for batch in more_batches)
         options = VerifyOptions(rtol, atol, optimizer_steps, seed, more_batches=further, blame_seconds=blame_seconds)
-        reports = _verify_each(schedules, given, options, timeout)
+        with _autocast(given, precision):
+            reports = _verify_each(schedules, given, options, timeout)
     return reports if isinstance(sch, (list, tuple)) else reports[0]
+
+
+def _autocast(given: Any, precision: str | None) -> AbstractContextManager[Any]:
+    """Return the context of a precision on the device of the inputs."""
+    if precision is None or given is None:
+        return nullcontext()
+    import torch
+
+    from slapo_verify.inputs import Inputs
+
+    dtype = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision)
+    return torch.autocast(Inputs.of(given).device.type, dtype, enabled=dtype is not None)
 
 
 def _verify_each(

@@ -416,3 +416,17 @@ def test_processes_of_an_abstract_mesh_run_under_the_callers_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         report = slapo.verify(half_only(torch.float32, mesh={"dp": 2}), torch.randn(8, 16))
     assert (report.world_size, report.coarsest_dtype) == (2, "bfloat16")
+
+
+def test_models_are_compared_in_a_precision_of_build(message: Messages) -> None:
+    batch = torch.randn(8, 16)
+    report = slapo.verify(half_only(torch.float32), batch, precision="bf16-mixed")
+    assert (report.dtype, report.coarsest_dtype) == ("float32", "bfloat16")
+    with pytest.raises(slapo.VerifyError) as wrong:
+        slapo.verify(half_only(torch.float32, by=1.3), batch, precision="bf16-mixed")
+    assert wrong.value.steps[0].startswith("#2 replace(HalfOnly")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(slapo.VerifyError):  # half precision is off
+        slapo.verify(half_only(torch.float32), batch, precision="fp32")
+    with pytest.raises(slapo.ArgumentError) as caught:
+        slapo.verify(half_only(torch.float32), batch, precision="bf16")
+    message(caught, "precision must be")

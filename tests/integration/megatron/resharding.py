@@ -12,12 +12,28 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import slapo_core as slapo
-from tests.integration.dialects.resuming import AFTER, BEFORE, Pair, differences
-from tests.integration.dialects.small import build, train
+from tests.integration.dialects.small import build, plain, train
 from tests.integration.dialects.states import different, said
 from tests.integration.megatron.states import BF16, own
 
-__all__ = ["refused", "to_the_last_bit", "written_and_read"]
+__all__ = ["Pair", "refused", "to_the_last_bit", "written_and_read"]
+
+CLOSE = 2e-6  # of weights of size 1: what sums in another order make of float32 over four steps
+BEFORE, AFTER = 2, 4
+
+Pair = tuple[str, str]
+"""The form that goes on, and the one that saved."""
+
+
+def differences(engine: Any, steps: int) -> list[str]:
+    """What of the state dict is not that of so many steps without interruption."""
+    state, wanted = engine.state_dict(), plain(steps)
+    assert list(state) == list(wanted)
+    return [
+        f"{name}: {(state[name] - value).abs().max():.2g}"
+        for name, value in wanted.items()
+        if state[name].dtype != value.dtype or not torch.allclose(state[name], value, rtol=0, atol=CLOSE)
+    ]
 
 
 def written_and_read(writing: Sequence[str], pairs: Sequence[Pair], directory: Path) -> dict[str, list[str]]:

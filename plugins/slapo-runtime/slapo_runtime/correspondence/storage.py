@@ -397,6 +397,10 @@ class TorchOptimizer:
         held = self._optimizer.state[parameter][key]
         held.copy_(sharded_like(held, value))
 
+    def owns_full(self, parameter: torch.Tensor) -> bool | None:
+        """Return whether this rank has the state of the full parameter; None for the state of a shard."""
+        return None
+
     def put(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         """Replace a state tensor by one of another type, which ``load_state_dict`` would cast."""
         self._optimizer.state[parameter][key] = self._own(parameter, value.to(parameter.device))
@@ -490,4 +494,11 @@ def from_window(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def optimizer_storage(optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerStorage | None:
     """Return the storage of an optimizer."""
-    return TorchOptimizer(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    own: Callable[[], OptimizerStorage] | None = vars(optimizer).get(OWN_STORAGE)
+    return TorchOptimizer(optimizer) if own is None else own()
+
+
+OWN_STORAGE = "_slapo_storage"
+"""The attribute of a torch optimizer that makes its storage, where its state is not that of its parameters."""

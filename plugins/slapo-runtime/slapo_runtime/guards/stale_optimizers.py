@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import OptimizerError, warn_user
 from slapo_core.internals import journal, module_index
+from slapo_runtime.correspondence.storage import OWN_STORAGE
 from slapo_runtime.weights.optimizer import BY_PARAMETER, warn_of_lost_updates
 
 
@@ -63,7 +64,8 @@ class ExchangedParameters:
                 taken.setdefault(model, {})[name] = parameter
         for model, found in taken.items():
             self._refuse_stale(kind, held, model, found)
-        if kind in self._BY_FULL_TENSORS and type(optimizer).__module__.startswith("torch.optim"):
+        by_full = kind in self._BY_FULL_TENSORS and type(optimizer).__module__.startswith("torch.optim")
+        if by_full and OWN_STORAGE not in vars(optimizer):
             shards = [p for p in held if self.put.get(p)]
             if shards:
                 warn_user(

@@ -206,6 +206,8 @@ def build_facts(schedule: Schedule, arguments: UserArguments, plan: Plan) -> Ite
     yield RankFact("max_grad_norm given to build", describe(arguments.max_grad_norm))
     yield RankFact("accumulate given to build", describe(arguments.accumulate))
     yield RankFact("the seed given to build", describe(arguments.seed))
+    yield RankFact("no_decay given to build", describe(arguments.no_decay))
+    yield RankFact("param_groups given to build", describe(arguments.param_groups))
     tensors = [*schedule.model.parameters(), *schedule.model.buffers()]
     devices = {torch.device(device).type} if device is not None else {tensor.device.type for tensor in tensors}
     yield RankFact("the device of the model", ", ".join(sorted(devices)) or "none")

@@ -202,7 +202,7 @@ class RankModule(nn.Module):
         self.__dict__["_model"] = model  # not as a submodule
         own = set(model.modules())
         for stage in stages:
-            _merge(self, stage, own)
+            _merge(self, stage, model, own)
 
     def train(self, mode: bool = True) -> RankModule:
         """Set the mode of the entire model; call it on all ranks."""
@@ -220,10 +220,11 @@ class _Above(nn.Module):
     """A container in place of a module above a cut."""
 
 
-def _merge(into: nn.Module, stage: nn.Module, own: set[nn.Module]) -> None:
+def _merge(into: nn.Module, stage: nn.Module, above: nn.Module, own: set[nn.Module]) -> None:
+    present = parameters_of(above)  # a stage takes over replaced parameters with its next call
     for name, parameter in parameters_of(stage).items():
         if name not in parameters_of(into):
-            into.register_parameter(name, parameter)
+            into.register_parameter(name, present.get(name, parameter))
     for name, buffer in buffers_of(stage).items():
         if name not in buffers_of(into):
             into.register_buffer(name, buffer, persistent=name not in non_persistent_buffers_of(stage))
@@ -237,7 +238,7 @@ def _merge(into: nn.Module, stage: nn.Module, own: set[nn.Module]) -> None:
         if there is None:  # a module above several stages has another container in each of them
             there = _Above()
             into.add_module(name, there)
-        _merge(there, child, own)
+        _merge(there, child, children_of(above).get(name) or child, own)
 
 
 # The stages of a schedule as in ``build``, for scripts and plugins.

@@ -20,6 +20,7 @@ from slapo_runtime.ranks.world import together
 from slapo_runtime.replicas import check_replicas, optimizer_replicas
 from slapo_runtime.weights.checkpoint import as_written, assign_loaded, collect_optimizer_state, writing
 from slapo_runtime.weights.files import export_plain, write_configurations
+from slapo_runtime.weights.parameter_groups import ParameterGroups
 from slapo_runtime.weights.sources import MappingSource
 from slapo_runtime.weights.state import Loading, ModelState
 
@@ -42,8 +43,7 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
             f"{call} takes the schedule (got {type(schedule).__name__})",
             hint=f"sch = slapo_core.create_schedule(model, mesh=...); slapo_core.{call}(sch, ...)",
         )
-    if call != _CLIP:  # between backward and step they are sharded: a step should not pay for it
-        _reshard(schedule.model)
+    _reshard(schedule.model)
     kept = Internals(schedule).cache(call)
     state = kept.get(_STATE_KEY)
     if state is None:
@@ -159,6 +159,36 @@ def load_state_dict(sch: Schedule, state: Mapping[str, Any]) -> None:
             nothing was changed.
     """
     live_state(sch, "load_state_dict").load_state_dict(state)
+
+
+def parameter_groups(
+    sch: Schedule, *, no_decay: Sequence[str] | str = (), param_groups: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Return the parameters of a scheduled model in groups of an optimizer, by reference names.
+
+    ``torch.optim.AdamW(slapo.parameter_groups(sch, no_decay=("*.bias", "*norm*")), lr=1e-4)``: call it after the last
+    step, and after :func:`slapo_core.fully_shard`. The groups are the same on every rank and under every mesh; no
+    collective.
+
+    Args:
+        sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
+        no_decay: patterns (:mod:`fnmatch`) of the parameters with ``weight_decay=0.0``.
+        param_groups: settings by pattern, e.g. ``{"lm_head.*": {"lr": 1e-5}}``. A parameter has the settings of all
+            patterns that it matches by one of its names; for the same setting, the first one's.
+
+    Returns:
+        groups of ``torch.optim``, first the parameters without a match; frozen parameters are included.
+
+    Raises:
+        ArgumentError: not a schedule.
+        SealedError: the schedule was built; ``build(no_decay=..., param_groups=...)`` makes groups there.
+        OptimizerError: a pattern matches no parameter, has no effect, or contradicts another; or a parameter holds
+            several reference tensors with different settings.
+        WeightsError: an unexplained tensor.
+    """
+    state = live_state(sch, "parameter_groups")
+    groups = ParameterGroups(state, no_decay, param_groups)
+    return groups.of(live.tensor for live in state.tensors() if live.is_parameter)  # type: ignore[misc]
 
 
 def optimizer_state_dict(

@@ -61,9 +61,10 @@ class Materialization:
         self._names: dict[str, str] = {}
         if source is not None:
             self._source, self._names = fitting(self.correspondence.survey, source, schedule.model)
-        self._target = device or _usual_device(schedule, self.correspondence)
+        self.device = device or _usual_device(schedule, self.correspondence)
         self._edit = Internals(schedule).edit()
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cast: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []  # with their gradients
         self._extra = chosen(self.correspondence, source.extra, source.label) if source is not None else {}
         self._extra_before: dict[str, Any] = {}
         self._failed: list[str] = []
@@ -83,7 +84,11 @@ class Materialization:
         """Limit this rank to the tensors of its pipeline stages, until :meth:`take_back`."""
         Internals(self._schedule).tree.tensors.placement = placement
 
-    def run(self, windows: Callable[[LiveTensor], Window] | None = None) -> Iterator[LiveTensor]:
+    def run(
+        self,
+        windows: Callable[[LiveTensor], Window] | None = None,
+        dtype: Callable[[LiveTensor], torch.dtype | None] | None = None,
+    ) -> Iterator[LiveTensor]:
         """Materialize the tensors in registration order, and yield each.
 
         Tensors of other ranks alone are left out, and replaced by placeholders without memory.
@@ -91,6 +96,7 @@ class Materialization:
         Args:
             windows: gives the wanted window of a parameter's local shape. Parameters on the meta device then have no
                 memory until :meth:`fill_windows`.
+            dtype: gives the type of a parameter, into which values are read or cast; None: its own.
 
         Raises:
             WeightsError: tensors on the meta device cannot be initialized; with all of them, after the others.
@@ -101,20 +107,23 @@ class Materialization:
             with self._schedule.reference() as model:  # before anything is installed
                 self._initializers["reference"] = Initializer(model, Internals(self._schedule).hooks, seed=self._seed)
         for live in self.correspondence.live():
+            wanted = (dtype(live) if dtype is not None and live.is_parameter else None) or live.tensor.dtype
             if not live.is_local:
-                if not live.tensor.is_meta:
-                    self._install(live, torch.empty_like(live.tensor.detach(), device="meta"))
+                if not live.tensor.is_meta or live.tensor.dtype != wanted:
+                    self._install(live, torch.empty_like(live.tensor.detach(), device="meta", dtype=wanted))
                 continue
             if windows is not None and live.is_parameter and live.tensor.is_meta and live.tensor.dim():
                 window = windows(live)
-                value = self._value(live, window)
+                value = self._value(live, wanted, window)
                 if value is not None:
                     empty = torch.zeros((), dtype=value.dtype, device=value.device).expand(live.tensor.shape)
                     live = self._install(live, empty)
                     self._windows[id(live.tensor)] = (window, value)
                     yield live
                 continue
-            value = self._value(live)
+            if not live.tensor.is_meta:
+                self._cast_in_place(live.tensor, wanted)
+            value = self._value(live, wanted)
             if value is not None:
                 yield self._install(live, value)
             elif live.name not in self._failed:
@@ -145,12 +154,22 @@ class Materialization:
                     filled[id(parameter)].__dict__.update(parameter.__dict__)
                 table[name] = filled.get(id(parameter), parameter)
 
+    def _cast_in_place(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        if tensor.dtype != dtype:
+            self._cast.append((tensor, tensor.data, tensor.grad))
+            tensor.grad = None
+            tensor.data = tensor.data.to(dtype)
+
     def take_back(self) -> None:
         """Restore the model."""
         with torch.no_grad():
             for tensor, before in self._overwritten:
                 tensor.copy_(before)
         self._overwritten.clear()
+        for tensor, data, gradient in self._cast:
+            tensor.data = data
+            tensor.grad = gradient
+        self._cast.clear()
         set_extra_states(self.correspondence, self._extra_before)
         self._edit.rollback()
         Internals(self._schedule).tree.tensors.placement = None
@@ -159,6 +178,7 @@ class Materialization:
     def keep(self) -> None:
         """Keep the values, and release the memory for :meth:`take_back`."""
         self._overwritten.clear()
+        self._cast.clear()
         self._reference.clear()
         self._source = None
         self._edit.close()
@@ -173,7 +193,7 @@ class Materialization:
 
     # -- one tensor -------------------------------------------------------------------------------------------
 
-    def _value(self, live: LiveTensor, window: Window | None = None) -> torch.Tensor | None:
+    def _value(self, live: LiveTensor, dtype: torch.dtype, window: Window | None = None) -> torch.Tensor | None:
         """Return the value to install, or its window; None if the tensor stays or cannot be initialized."""
         if not live.tensor.is_meta:
             moved = self._device is not None and live.tensor.device != self._device
@@ -182,25 +202,25 @@ class Materialization:
                 and all(name in self._names for name in live.reference_names)
                 and live.reference_names
             ):
-                shard = self._shard(live)
+                shard = self._shard(live, dtype)
                 assert shard is not None
                 if moved:
-                    return shard.to(self._device, live.tensor.dtype)
+                    return shard.to(self._device, dtype)
                 with torch.no_grad():
                     before = live.tensor.detach().to("cpu", copy=True)  # not twice on the model's device
                     self._overwritten.append((live.tensor, before))
                     live.tensor.copy_(shard)
                 return None
             return live.tensor.detach().to(self._device) if moved else None
-        shard = self._shard(live, window)
-        return shard.to(self._target, live.tensor.dtype) if shard is not None else None
+        shard = self._shard(live, dtype, window)
+        return shard.to(self.device, dtype) if shard is not None else None
 
-    def _shard(self, live: LiveTensor, window: Window | None = None) -> torch.Tensor | None:
+    def _shard(self, live: LiveTensor, dtype: torch.dtype, window: Window | None = None) -> torch.Tensor | None:
         """Return this rank's shard, or its window, on its original device."""
         mesh, name = self.correspondence.mesh, live.reference_names[0] if live.reference_names else ""
         explained = live.layout.origin in self.correspondence.survey.origins
         if explained and self._source is not None and name in self._names:
-            return self._source.read_as(self._names[name], live.layout, mesh, live.tensor.dtype, window=window)
+            return self._source.read_as(self._names[name], live.layout, mesh, dtype, window=window)
         if name and explained and self._reference[name].is_meta:
             shard = self._initializers["reference"].shard(name, live.layout, mesh)
             if shard is None:

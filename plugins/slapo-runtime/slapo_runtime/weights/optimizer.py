@@ -16,6 +16,7 @@ from slapo_core.internals import describe
 from slapo_runtime.correspondence.storage import is_distributed
 from slapo_runtime.ranks.facts import RankFact
 from slapo_runtime.ranks.world import World
+from slapo_runtime.weights.parameter_groups import GroupedFactory
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -45,6 +46,8 @@ def make_optimizer(
     *,
     is_part: bool = False,
     elementwise: bool = False,
+    by_parameter: Callable[[type], bool] = lambda kind: False,
+    gathers: Callable[[torch.optim.Optimizer], object] | None = None,
 ) -> torch.optim.Optimizer | None:
     """Call the factory with the engine's parameters, and check its optimizer.
 
@@ -56,6 +59,8 @@ def make_optimizer(
         is_part: whether other ranks train other parameters of the same model. A rank without parameters gets an
             optimizer with the factory's groups, all empty.
         elementwise: whether the user declares the optimizer element-wise.
+        by_parameter: whether a plugin declares that the update of a parameter depends on that full parameter alone.
+        gathers: makes the steps of such an optimizer gather split parameters; None if the runtime cannot do so.
 
     Raises:
         OptimizerError: the factory made something else, or an optimizer whose ``step`` requires a closure, that omits
@@ -64,7 +69,8 @@ def make_optimizer(
     """
     if factory is None:
         return None
-    optimizer = factory(list(parameters.values())) if parameters or not is_part else _without_parameters(factory)
+    makes_empty = is_part and not parameters and not isinstance(factory, GroupedFactory)  # which has empty groups
+    optimizer = _without_parameters(factory) if makes_empty else factory(list(parameters.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
             f"the optimizer factory must return a torch.optim.Optimizer (got {type(optimizer).__name__})", hint=_CALL
@@ -92,7 +98,7 @@ def make_optimizer(
             hint="give it all parameters of the factory's list, or freeze the others by requires_grad=False",
         )
     if not elementwise:
-        _require_elementwise(optimizer, parameters, split, is_part=is_part)
+        _require_elementwise(optimizer, parameters, split, is_part=is_part, by_parameter=by_parameter, gathers=gathers)
     return optimizer
 
 
@@ -208,8 +214,10 @@ def _require_elementwise(
     split: Mapping[int, Sequence[int]],
     *,
     is_part: bool,
+    by_parameter: Callable[[type], bool],
+    gathers: Callable[[torch.optim.Optimizer], object] | None,
 ) -> None:
-    """Refuse an optimizer that is not element-wise for sharded parameters."""
+    """Refuse an optimizer that is not element-wise for sharded parameters, or let it gather them."""
     kind, package = type(optimizer), type(optimizer).__module__.partition(".")[0]
     if kind.__name__ in ELEMENTWISE.get(package, ()):
         return
@@ -217,9 +225,15 @@ def _require_elementwise(
     name = next(
         (name for name, parameter in parameters.items() if id(parameter) in held and id(parameter) in split), None
     )
+    if name is None and not is_part:
+        return
+    is_by_parameter = kind.__name__ in BY_PARAMETER.get(package, ()) or by_parameter(kind)
+    if name is not None and is_by_parameter and gathers is not None:
+        gathers(optimizer)
+        return
     if name is not None:
         where, instead = f"'{name}' is split over ranks, and each updates its shard alone", 'mesh={"dp": ...}'
-    elif is_part and kind.__name__ not in BY_PARAMETER.get(package, ()):
+    elif not is_by_parameter:
         where, instead = "each pipeline stage updates its own parameters alone", "a mesh without 'pp'"
     else:
         return

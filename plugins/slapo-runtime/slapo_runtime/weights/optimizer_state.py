@@ -217,6 +217,7 @@ class OptimizerState:
 
     def _collect(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         name, layout, local_shape = self._layouts[id(parameter)]
+        is_full = self._owns_full(parameter) is not None
         for key, value in state.items():
             full_key = f"{name}{_SEPARATOR}{key}"
             if not isinstance(value, torch.Tensor):
@@ -228,9 +229,9 @@ class OptimizerState:
                     hint="use an optimizer with state in plain tensors, e.g. torch.optim.AdamW, or save the weights "
                     "only, by state_dict()",
                 )
-            elif value.dim() and tuple(value.shape) == local_shape:
+            elif value.dim() and tuple(value.shape) == local_shape and not is_full:
                 self._tensors[full_key] = self._moment(layout, value.dtype, parameter, key)
-            elif not value.dim() or not (self._is_split(layout) or value.is_meta):
+            elif is_full or not value.dim() or not (self._is_split(layout) or value.is_meta):
                 full = Layout(full_key, tuple(value.shape))
                 own = Moment(full, value.dtype, partial(_same, value))
                 self._tensors[full_key] = self._moment(full, value.dtype, parameter, key) if value.is_meta else own
@@ -243,9 +244,14 @@ class OptimizerState:
                 )
 
     def _moment(self, layout: Layout, dtype: torch.dtype, parameter: torch.Tensor, key: str) -> Moment:
-        held = self._storage.held(parameter, key) if isinstance(self._storage, TorchOptimizer) else None
+        held = None
+        if isinstance(self._storage, TorchOptimizer) and self._owns_full(parameter) is None:
+            held = self._storage.held(parameter, key)
         read = partial(self._storage.read, parameter, key)
         return Moment(layout, dtype, read, self._storage.partitioned(parameter), held)
+
+    def _owns_full(self, parameter: torch.Tensor) -> bool | None:
+        return self._storage.owns_full(parameter) if isinstance(self._storage, TorchOptimizer) else None
 
     def _of_this_rank(self) -> Iterator[str]:
         for live in self._state.tensors():
@@ -288,10 +294,11 @@ class OptimizerState:
             if name not in by_name:
                 raise BuildError(f"the checkpoint holds state of '{key}', which is not a parameter of this optimizer")
             layout = by_name[name]
-            if not shape or shape != tuple(layout.shape):
+            is_full = name in parameters and self._owns_full(parameters[name]) is not None
+            if is_full or not shape or shape != tuple(layout.shape):
                 layout = Layout(key, shape)
             assert source is not None
-            like = parameters.get(name)
+            like = None if is_full else parameters.get(name)
             states.setdefault(name, {})[own_key] = partial(source.read_like, key, layout, self._mesh, like)
         groups = [  # settings that the checkpoint lacks, e.g. of a new scheduler, stay
             {key: value for key, value in present.items() if key != "params"}
@@ -303,7 +310,7 @@ class OptimizerState:
         self._typed = [
             (parameters[name], own_key, states[name][own_key])
             for name, _, own_key in (key.rpartition(_SEPARATOR) for key in description.get("types", ()))
-            if name in parameters and own_key in states.get(name, ())
+            if name in parameters and own_key in states.get(name, ()) and self._owns_full(parameters[name]) is not False
         ]
 
     def load(self) -> None:

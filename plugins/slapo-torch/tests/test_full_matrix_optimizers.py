@@ -1,0 +1,141 @@
+"""Optimizers of full matrices step shards as they step the full model, and are resumed under another layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_testing import preload_modules, run_ranks
+from tests.support import tied_model
+from tests.support.tied_model import CLIP, batch
+
+preload_modules("torch.distributed.fsdp", "slapo_tp")
+pytestmark = pytest.mark.ranks
+
+Layout = tuple[dict[str, int], dict[str, Any]]
+BOTH: Layout = ({"dp": 2, "tp": 2}, {"data_parallel": "fsdp"})
+HYBRID: Layout = ({"dp_replicate": 2, "dp": 2}, {"data_parallel": "fsdp"})
+REPLICATED: Layout = ({"dp": 2, "tp": 2}, {})
+STAGED: Layout = ({"pp": 2, "dp": 2}, {"data_parallel": "fsdp", "microbatches": 2})
+GROUPS: dict[str, Any] = {"no_decay": ("*.bias", "*norm*"), "param_groups": {"blocks.1.*": {"lr": 0.02}}}
+
+
+def make() -> nn.Module:
+    """Without its scalar, which fully_shard does not take."""
+    model = tied_model.make().double()
+    del model.strength
+    model.strength = 1.1  # type: ignore[assignment]
+    return model
+
+
+def matrices_alone() -> nn.Module:
+    model = make()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    return model
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.05, weight_decay=0.1)
+
+
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=0.02, weight_decay=0.1)
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any], list[Layout]]] = {
+    "Adafactor": (make, adafactor, GROUPS, [BOTH, REPLICATED, STAGED]),
+    "Muon": (matrices_alone, muon, {}, [HYBRID, BOTH]),
+}
+
+
+def cut(sch: slapo.Schedule) -> None:
+    if sch.mesh is not None and sch.mesh.size("pp") > 1:
+        sch["blocks.0"].pipeline_split()
+
+
+def built(case: str, mesh: dict[str, int] | None, **options: Any) -> tuple[slapo.Schedule, Any]:
+    model, optimizer, groups, _ = CASES[case]
+    options = {**options, **groups, "optimizer": optimizer, "max_grad_norm": CLIP, "lr_scheduler": halved}
+    return tied_model.built(mesh, model=model(), steps=cut, **options)
+
+
+def halved(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def replica_of(mesh: slapo.Mesh | None) -> tuple[int, int]:
+    """The number of replicas of the data, and this rank's."""
+    if mesh is None:
+        return 1, 0
+    size = mesh.size("dp") if "dp" in mesh.sizes else 1
+    number = mesh.rank("dp") if "dp" in mesh.sizes else 0
+    if "dp_replicate" in mesh.sizes:
+        return size * mesh.size("dp_replicate"), mesh.rank("dp_replicate") * size + number
+    return size, number
+
+
+def step(sch: slapo.Schedule, engine: Any, number: int) -> float:
+    replicas, own = replica_of(sch.mesh)
+    given = {name: tensor.chunk(replicas)[own] for name, tensor in batch(number, samples=8).items()}
+    return float(engine.train_step(given).grad_norm)
+
+
+def own_state(optimizer: torch.optim.Optimizer) -> int:
+    """The elements of the state on this rank."""
+    return sum(one.numel() for state in optimizer.state.values() for one in state.values() if one.dim())
+
+
+def resumed_in_turn(case: str, directory: str) -> dict[str, Any]:
+    """Two steps under each layout, after the checkpoint of the one before, which is written again."""
+    found: dict[str, Any] = {"norms": [], "elements": []}
+    for number, (mesh, options) in enumerate(CASES[case][3]):
+        sch, engine = built(case, mesh, **options)
+        if number:
+            engine.load(directory)
+            engine.save(directory)
+        found["norms"] += [step(sch, engine, 2 * number), step(sch, engine, 2 * number + 1)]
+        found["elements"].append(own_state(engine.optimizer))
+        engine.check_replicas()
+        engine.save(directory)
+        found["weights"] = engine.state_dict()
+        try:
+            engine.optimizer.state_dict()
+        except slapo.BuildError as error:
+            found["refused"] = error.message
+        engine.close()
+    return found
+
+
+def everything(directory: str) -> dict[str, Any]:
+    return {case: resumed_in_turn(case, f"{directory}/{case}") for case in CASES}
+
+
+def test_full_matrices_are_stepped_from_shards_and_resumed(tmp_path: Path) -> None:
+    results = run_ranks(everything, str(tmp_path), world_size=4)
+    for case in CASES:
+        sch, plain = built(case, None)
+        norms = [step(sch, plain, number) for number in range(2 * len(CASES[case][3]))]
+        for result in results:
+            torch.testing.assert_close(result[case]["norms"], norms, rtol=1e-8, atol=0)
+            for name, value in plain.state_dict().items():
+                torch.testing.assert_close(result[case]["weights"][name], value, rtol=1e-7, atol=1e-9)
+            assert "engine.save" not in result[case]["refused"]
+        # every element of the state is on one of the ranks that share its parameter, and the ranks have about as much
+        elements = torch.tensor([result[case]["elements"] for result in results])
+        assert int(elements[:, 0].sum()) >= own_state(plain.optimizer)
+        assert 0 < int(elements[:, 0].max()) < own_state(plain.optimizer) * 0.7
+        # and the last checkpoint is that of one process, too
+        _, alone = built(case, None)
+        alone.load(tmp_path / case)
+        assert own_state(alone.optimizer) == own_state(plain.optimizer)
+        for parameter, other in zip(alone.module.parameters(), plain.module.parameters(), strict=True):
+            state, expected = alone.optimizer.state.get(parameter, {}), plain.optimizer.state.get(other, {})
+            assert set(state) == set(expected)
+            for key, value in expected.items():
+                torch.testing.assert_close(state[key], value, rtol=1e-7, atol=1e-9)
