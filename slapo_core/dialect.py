@@ -181,11 +181,32 @@ class StepResult:
         loss: scalar tensor, detached; of this rank's own samples, with a pipeline of its replica's samples.
         output: the model's output; None where the runtime does not give it out.
         grad_norm: the L2 norm of all gradients over all ranks before clipping; None unless ``max_grad_norm`` was given.
+        learning_rate: of the optimizer's first group in this step, as it holds it; None in an evaluation.
+        tokens: scalar tensor; the sum of ``loss_weight`` over all replicas; None without ``loss_weight``.
+        seconds: of the host, from the cut of the batch on; the device may still compute. None in an evaluation.
+
+    Tensors stay on the device: the host waits for it once one is read, e.g. by ``float(result.loss)``.
     """
 
     loss: torch.Tensor
     output: Any = None
     grad_norm: torch.Tensor | None = None
+    learning_rate: float | torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    seconds: float | None = None
+
+    @property
+    def peak_memory(self) -> int:
+        """The most bytes that were allocated at a time on the loss's device so far; on the CPU, resident ones."""
+        if self.loss.device.type == "cpu":
+            import resource
+            import sys
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak << 10  # in bytes, or KiB
+        import torch
+
+        return torch.get_device_module(self.loss.device).max_memory_allocated(self.loss.device)  # type: ignore[no-any-return]
 
 
 @runtime_checkable

@@ -23,7 +23,7 @@ def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_the_program_trains_on_two_ranks(tmp_path: Path) -> None:
     PAGE.trains_on_two_ranks(tmp_path)
-    assert list((tmp_path / "checkpoint").glob("*.safetensors"))
+    assert list((tmp_path / "checkpoint").glob("step-*/checkpoint.json"))
 
 
 def test_the_table_is_that_of_the_code() -> None:

@@ -1,4 +1,4 @@
-"""What `engine.save` writes of a transformers model is read by `from_pretrained`."""
+"""What `engine.export` writes of a transformers model is read by `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
 from tests.support.building import adam, bert, gpt2, split
+from tests.support.checkpoints import newest
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
@@ -20,8 +21,9 @@ def test_a_saved_directory_is_read_by_from_pretrained(name: str, tmp_path: Path)
     engine = slapo.build(slapo.create_schedule(model), optimizer=adam)
     tokens = torch.arange(12).reshape(2, 6)
     engine.train_step({"input_ids": tokens, "labels": tokens})
-    engine.save(tmp_path)
-    engine.save(tmp_path)  # over the first
+    engine.export(tmp_path)
+    engine.export(tmp_path)  # over the first
+    engine.save(tmp_path / "checkpoints")
     again: Any = type(model).from_pretrained(tmp_path)
     assert again.config.custom_note == "kept"
     assert again.config.architectures == [type(model).__name__]
@@ -36,7 +38,7 @@ def test_a_saved_directory_is_read_by_from_pretrained(name: str, tmp_path: Path)
 
     schedule = slapo.create_schedule(again)  # comes in evaluation mode, and goes on training in training mode
     resumed = slapo.build(schedule, optimizer=adam)
-    resumed.load(tmp_path)
+    resumed.load(tmp_path / "checkpoints")
     with pytest.warns(UserWarning, match=f"^{type(model).__name__} was in evaluation mode"):
         resumed.train_step({"input_ids": tokens, "labels": tokens})
     assert again.training
@@ -44,7 +46,7 @@ def test_a_saved_directory_is_read_by_from_pretrained(name: str, tmp_path: Path)
 
 def test_the_element_type_is_that_of_the_weights(tmp_path: Path) -> None:
     model: Any = bert().bfloat16()
-    slapo.build(slapo.create_schedule(model)).save(tmp_path)
+    slapo.build(slapo.create_schedule(model)).export(tmp_path)
     assert type(model).from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
@@ -59,14 +61,14 @@ def test_a_configuration_that_cannot_be_written_costs_no_checkpoint(tmp_path: Pa
     engine = slapo.build(slapo.create_schedule(model))
     with pytest.warns(UserWarning, match="no generation_config.json, .*ValueError: do_sample"):
         engine.save(tmp_path)
-    assert (tmp_path / "config.json").exists()
+    assert (newest(tmp_path) / "config.json").exists()
     engine.load(tmp_path)
 
 
 def save_split(directory: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     engine = slapo.build(split(slapo.create_schedule(gpt2(), mesh={"tp": 2}), "gpt2"))
-    engine.save(directory)
+    engine.export(directory)
     return engine.state_dict()
 
 

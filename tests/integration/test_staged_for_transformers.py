@@ -20,7 +20,7 @@ def save(directory: str) -> tuple[dict[str, torch.Tensor], str]:
         sch = slapo.create_schedule(on_meta("gpt2"), mesh={"pp": 2}, example_inputs={**IDS, "use_cache": False})
         sch["transformer.h.0"].pipeline_split()
         engine = build(sch, weights=real("gpt2", seed=3).state_dict(), max_grad_norm=1.0)
-    engine.state.save(f"{directory}/saved", optimizer=engine.optimizer)
+    engine.state.export(f"{directory}/saved")
     state = engine.state.state_dict()
     if engine.mesh.is_first_rank:
         engine.module.save_pretrained(f"{directory}/by transformers", state_dict=dict(state))  # it empties it

@@ -255,7 +255,7 @@ class DeepSpeedEngine(StatefulEngine):
         self._unused.step_is_over()
         self._context.training_is_over()
         norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None
-        return StepResult(loss, output, norm)
+        return self._context.step_result(loss, output, norm)
 
     def _release(self) -> None:
         """Release the engine's own state, once, after DeepSpeed's."""

@@ -199,7 +199,7 @@ def train(
     position, memory = trackers.position, trackers.memory
     is_updating = False
     replicas: list[Replicas] = []
-    entries = list(Internals(schedule).entries())  # a build drops them
+    entries = list(Internals(schedule).entries())  # a build drops them, and the tensors before the steps
 
     def replicate(module: nn.Module, group: dist.ProcessGroup, options: Mapping[str, Any]) -> Callable[[bool], None]:
         made = Replicas(module, group, options, lambda tensors: memory.hold(tensors, "gradients"))
@@ -249,6 +249,7 @@ def train(
             position.begin("optimizer")
             step = simulated_step(schedule, request.target, **{**arguments, **request.config})
             attribute_steps(model, entries, position)
+            del entries
             if not is_torch:
                 memory.reclassify_as_optimizer_state()
             hold_tensors(model.parameters(), model.buffers(), [batch], memory)
@@ -414,11 +415,18 @@ def pipeline_of(schedule: Schedule, request: Request) -> Pipeline:
 
     Raises:
         BuildError: see :func:`slapo_core.build`: stages, mesh, options or batch do not fit each other.
+        EstimateError: replicas hold shards of the stages' parameters, or ``precision`` is given.
         TraceError: the model cannot be cut there.
     """
     arguments = UserArguments(optimizer=request.optimizer, loss=request.loss, accumulate=request.accumulate)
     target = BuildTarget("torch", schedule)
     plan = target.plan(schedule, request.config, arguments.for_plan())
+    options = [name for name in ("data_parallel", "precision") if plan.config[name] not in (None, "ddp")]
+    if options:
+        raise EstimateError(
+            f"what a pipeline keeps and sends with {options[0]}={plan.config[options[0]]!r} is not known",
+            hint='mesh={"pp": 1, ...} for the same model in one stage; or leave it out',
+        )
     count, axes = plan.config["microbatches"], plan.config["batch_axes"]
     if request.accumulate > 1:
         raise BuildError(

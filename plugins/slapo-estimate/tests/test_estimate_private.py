@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from slapo_estimate.private import (
     next_sequence_number,
     unset_fake_temporarily,
 )
+from slapo_estimate.roofline import _UNPACKED
 from slapo_runtime.launcher import run_process
 from tests.support.private_names import private_names
 
@@ -181,3 +183,28 @@ def test_resizes_and_backward_passes_are_routed_through_a_function() -> None:
     assert storage.nbytes() == 8
     assert x.grad is not None
     assert x.grad.tolist() == [2, 2]
+
+
+def test_a_replica_without_a_reducer_calls_its_module() -> None:
+    group, model, calls = object(), nn.Linear(2, 2), []
+
+    def make(module: nn.Module, of: Any, options: Any) -> Any:
+        calls.append((module, of, options))
+        return calls.append
+
+    own = nn.parallel.DistributedDataParallel.__init__
+    with private.replicated_through(make):
+        replica = nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=1)
+        assert "find_unused_parameters" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        x = torch.ones(1, 2)
+        assert torch.equal(replica(x), model(x))
+        with replica.no_sync():
+            replica(x)
+    assert calls == [(model, group, {"bucket_cap_mb": 1}), True, False]
+    assert nn.parallel.DistributedDataParallel.__init__ is own
+
+
+def test_operators_of_fully_shard_are_named() -> None:
+    pack, unpack = torch.ops.fsdp.all_gather_copy_in, torch.ops.fsdp.split_with_sizes_copy
+    assert (pack.default.namespace, private.schema_of(unpack.default).name) == ("fsdp", _UNPACKED)
+    assert torch.ops.fsdp.chunk_cat.default.namespace == "fsdp"

@@ -316,7 +316,7 @@ class SingleStageEngine(MegatronEngine):
             raise
         loss = done[0]["loss"] if len(done) == 1 else torch.stack([one["loss"] for one in done]).mean()
         output = done[0]["output"] if len(done) == 1 else None
-        return StepResult(loss, output, norm)
+        return self._context.step_result(loss, output, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
         self._require_open()

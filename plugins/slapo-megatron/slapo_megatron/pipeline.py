@@ -304,7 +304,7 @@ class MegatronPipelineEngine(PipelineSteps, MegatronEngine):
                     self._unused.seen(parameter)
                 norm = self._update()
                 loss = self._loss(stages, works, losses)
-        return StepResult(loss, None, norm)
+        return self._context.step_result(loss, None, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
         self._refuse_autocast(self._device, "megatron", 'optimizer_config={"bf16": True}')

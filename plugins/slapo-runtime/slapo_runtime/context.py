@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core.dialect import StepResult
 from slapo_core.errors import BuildError, warn_user
 from slapo_core.internals import Internals
 from slapo_runtime.batches import (
@@ -85,6 +87,13 @@ def _loss(output: Output) -> tuple[str, ...]:
     return (output.loss,) if output.loss is not None else ()
 
 
+def _learning_rate(optimizer: Any) -> Any:
+    """Return that of the first group with one, which a later change leaves as it is."""
+    groups: Any = getattr(optimizer, "param_groups", ())
+    rate = next((group["lr"] for group in groups if "lr" in group), None)
+    return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
+
+
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """Detach a micro-batch's tensor from the version counter of the full batch."""
     return tensor if tensor.requires_grad else tensor.data
@@ -140,12 +149,19 @@ class BuildContext:
         self._clipper: GradientClipper | None = None
         self._tied: TiedGradients | None = None
         self._is_cut = False  # a batch, before
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._begun: tuple[float, Any] = (0.0, None)  # the time of the present step, and its learning rate
         self.schedules_learning_rate = arguments.lr_scheduler is None
         self.has_groups_of_parameters = groups is None or self.optimizer is not None
         self._groups = groups
         self._originals = {id(tensor): name for name, tensor in values.reference.items()}
 
-    def materialize(self, *, windows: Callable[[LiveTensor], Window] | None = None) -> Iterator[LiveTensor]:
+    def materialize(
+        self,
+        *,
+        windows: Callable[[LiveTensor], Window] | None = None,
+        dtype: Callable[[LiveTensor], torch.dtype | None] | None = None,
+    ) -> Iterator[LiveTensor]:
         """Give the model its values, one tensor after the other, in registration order.
 
         Only for a dialect with ``takes_tensors = True``; it must take them all. Each tensor is in its place in the
@@ -156,11 +172,13 @@ class BuildContext:
             windows: for a runtime that divides parameters by rows: this rank's window of a parameter's local shape. It
                 alone is read, and the parameter has shape, type and device, but no memory until :meth:`fill_windows`.
                 A parameter that is not on the meta device keeps its full values.
+            dtype: for a runtime that stores parameters in another type: gives it, equal on all ranks; None keeps a
+                parameter's own.
 
         Raises:
             WeightsError: the weights do not fit, or a tensor on the meta device cannot be initialized.
         """
-        return self._values.run(windows)
+        return self._values.run(windows, dtype)
 
     def fill_windows(self, module: torch.nn.Module) -> None:
         """Give a module's parameters without memory their full memory, with the values of this rank's window alone.
@@ -168,17 +186,6 @@ class BuildContext:
         They are other objects then, in all modules inside.
         """
         self._values.fill_windows(module)
-
-    def cast_parameters(self, dtype: Callable[[LiveTensor], torch.dtype | None]) -> None:
-        """Cast parameters in place, before the optimizer is made; a failed build restores them.
-
-        Args:
-            dtype: gives a parameter's new type, None to keep it; equal on all ranks, also for placeholders.
-        """
-        for live in self.state.tensors():
-            wanted = dtype(live) if live.is_parameter else None
-            if wanted is not None:
-                self._values.cast(live, wanted)
 
     def make_optimizer(
         self, *, partitioned: bool = False, has_main_weights: bool = False, gathers: bool = False
@@ -226,6 +233,7 @@ class BuildContext:
                     warn_of_lost_updates(optimizer, stacklevel=8)
         if self.placement is not None and optimizer is not None:
             same_groups(self._mesh, optimizer)
+        self._optimizer = optimizer
         return optimizer
 
     def _is_by_parameter(self, kind: type) -> bool:
@@ -420,7 +428,8 @@ class BuildContext:
     def _split_batch(
         self, batch: Any, count: int | None, *, axes: Mapping[str, int | None] | None, option: str
     ) -> list[Any]:
-        """Cut a batch, and warn once of equal weights for unequal micro-batches."""
+        """Cut a batch, the beginning of a step, and warn once of equal weights for unequal micro-batches."""
+        self._begun = time.perf_counter(), _learning_rate(self._optimizer)
         option = option or ("accumulate" if count is None else "microbatches")
         count = self.accumulate if count is None else count
         batches = self._cut(batch, count, option, axes)
@@ -543,6 +552,17 @@ class BuildContext:
         if self._clipper is None:
             self._clipper = GradientClipper(self._values.correspondence, self._arguments.max_grad_norm)
         return self._clipper.clip()
+
+    def step_result(self, loss: torch.Tensor, output: Any = None, grad_norm: torch.Tensor | None = None) -> StepResult:
+        """Make the result of a training step that began with :meth:`micro_batches` or :meth:`staged`.
+
+        Args:
+            loss: see :class:`slapo_core.StepResult`.
+            output: see there.
+            grad_norm: see there.
+        """
+        start, rate = self._begun
+        return StepResult(loss, output, grad_norm, rate, self._weights.total, time.perf_counter() - start)
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """Raise on every rank if the block raises on one of them.

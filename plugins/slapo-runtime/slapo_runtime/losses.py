@@ -132,6 +132,7 @@ class LossWeights:
         groups = [mesh.group(mesh_dim) for mesh_dim in ("dp_replicate", "dp")] if mesh is not None else []
         self._groups = [group for group in groups if group is not None]
         self._replicas = math.prod(group.size() for group in self._groups)
+        self.total: torch.Tensor | None = None  # of the present training step, over all replicas
         self._is_compared = self._is_probed = False
         self._waiting: list[tuple[Any, Any, Scales | None, int]] = []  # micro-batches of a training step
 
@@ -167,6 +168,8 @@ class LossWeights:
             for group in self._groups:
                 dist.all_reduce(total, group=group)
             replicas = self._replicas
+        if training:
+            self.total = total
         return Scales(weights, total, len(batches) * replicas, training=training)
 
     def divided(self, batch: Any, count: int) -> Any:

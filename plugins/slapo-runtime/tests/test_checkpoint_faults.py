@@ -120,6 +120,8 @@ def load_with_faults(directory: str, world_size: int, faulty_rank: int) -> list[
         found.append(f"{type(error).__name__}: {error.message}")
     if not same(own_state(engine), before):
         found.append("changed")
+    train(engine, 1)
+    before = own_state(engine)
     engine.load(directory)
     if same(own_state(engine), before):
         found.append("not loaded")

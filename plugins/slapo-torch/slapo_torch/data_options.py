@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
@@ -13,6 +13,8 @@ from slapo_torch.precision import OPTIONS as OF_PRECISION, PRESETS, with_islands
 from slapo_torch.private import has_gradient_hooks
 
 if TYPE_CHECKING:
+    import torch
+
     from slapo_core import Mesh, Schedule
     from slapo_runtime.context import BuildContext
     from slapo_runtime.correspondence.storage import LiveTensor
@@ -31,8 +33,16 @@ def data_ranks(mesh: Mesh | None) -> int:
     return mesh.size("dp_replicate") * mesh.size("dp") if mesh is not None else 1
 
 
-def materialize(context: BuildContext, *, by_rows: bool = False) -> None:
-    """Give the model its values; ``by_rows`` reads of each parameter only this rank's rows along ``dp``."""
+def materialize(
+    context: BuildContext, *, by_rows: bool = False, dtype: Callable[[LiveTensor], torch.dtype | None] | None = None
+) -> None:
+    """Give the model its values.
+
+    Args:
+        context: from ``build``.
+        by_rows: whether of each parameter only this rank's rows along ``dp`` are read.
+        dtype: as for ``context.materialize``.
+    """
     mesh = context.schedule.mesh
 
     def window(live: LiveTensor) -> Window:
@@ -43,7 +53,7 @@ def materialize(context: BuildContext, *, by_rows: bool = False) -> None:
         return Window((min(length, rows - start), *rest), (start, *(0 for _ in rest)))
 
     with context.together("materializing the model"):
-        for _ in context.materialize(windows=window if by_rows else None):
+        for _ in context.materialize(windows=window if by_rows else None, dtype=dtype):
             pass
 
 

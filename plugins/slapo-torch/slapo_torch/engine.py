@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import REBUILD
-from slapo_torch.data_options import OWN_OPTIONS, data_ranks, materialize
+from slapo_torch.data_options import OWN_OPTIONS, data_ranks
 from slapo_torch.fully_shard import FullyShard, units_of
 from slapo_torch.precise_engine import PreciseEngine
 from slapo_torch.precision import with_islands
@@ -86,6 +86,8 @@ class TorchRuntime:
 
     def clip_gradients(self) -> torch.Tensor | None:
         """Clip all gradients: a collective; return the norm before, or None."""
+        if self._sharded is not None:
+            self._sharded.reshard()  # a forward without a backward has left full parameters
         return self._context.clip_gradients()
 
     def watch(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -129,10 +131,8 @@ class TorchEngine(PreciseEngine):
         self._module, self._reason = context.schedule.model, None
         self._sharded: ShardedData | None = None
         self._frozen: tuple[nn.Parameter, ...] = ()  # parameters that DistributedDataParallel never averages
-        self._set_precision(plan, context)
+        is_sharded = self._materialize(plan, context)
         replicas = data_ranks(context.schedule.mesh)
-        is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
-        materialize(context, by_rows=is_sharded and replicas > 1)
         self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1, gathers=True)
         if is_sharded:
             self._shard()
@@ -221,8 +221,8 @@ class TorchEngine(PreciseEngine):
         norm = self._update()
         self.steps += 1
         if len(batches) > 1:
-            return StepResult(torch.stack(losses).mean(), None, norm)
-        return StepResult(losses[0], output, norm)
+            return self._context.step_result(torch.stack(losses).mean(), None, norm)
+        return self._context.step_result(losses[0], output, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
         if self._runtime is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import PipelineSteps
 from slapo_runtime.stages.runner import StageCache, step_seed
-from slapo_torch.data_options import data_ranks, materialize
+from slapo_torch.data_options import data_ranks
 from slapo_torch.fully_shard import units_of_stages
 from slapo_torch.precise_engine import PreciseEngine
 from slapo_torch.precision import with_islands
@@ -168,11 +168,8 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         self._count: int = plan.config["microbatches"]
         self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
         self._part: nn.Module | None = None
-        self._set_precision(plan, context)
-        replicas = data_ranks(mesh)
-        is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
-        materialize(context)
-        self.optimizer = context.make_optimizer(partitioned=is_sharded and replicas > 1, gathers=True)
+        is_sharded = self._materialize(plan, context)
+        self.optimizer = context.make_optimizer(partitioned=is_sharded and data_ranks(mesh) > 1, gathers=True)
         self._sharded: ShardedStages | None = None
         if is_sharded:
             self._sharded = self._shard()
@@ -238,7 +235,7 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         with self._closing(lambda: self._at):
             norm = self._update(self._stand)
         self.steps += 1
-        return StepResult(loss, None, norm)
+        return self._context.step_result(loss, None, norm)
 
     def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:
         """Run the forwards of all micro-batches.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import warn_user
 from slapo_runtime.engine import StatefulEngine
+from slapo_torch.data_options import data_ranks, materialize
 from slapo_torch.grad_scaler import MeshGradScaler
 from slapo_torch.precision import ModelPrecision
 from slapo_torch.seen_dtypes import EnginePrecision, FirstStep
@@ -35,18 +36,21 @@ class PreciseEngine(StatefulEngine):
     _context: BuildContext
     _first: FirstStep | None = None
 
-    def _set_precision(self, plan: Plan, context: BuildContext) -> None:
-        """Cast the parameters, before the optimizer is made."""
-        device = context.model_device
+    def _materialize(self, plan: Plan, context: BuildContext) -> bool:
+        """Give the model its values in the types of the precision, and return whether they will be sharded."""
+        device, replicas = context.model_device, data_ranks(context.schedule.mesh)
         self._precision = ModelPrecision(context.schedule, plan.config, device)
-        self._precision.store(context)
+        is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
+        by_rows = is_sharded and replicas > 1 and not context.stage_ranks
+        materialize(context, by_rows=by_rows, dtype=self._precision.wanted)
         preset = self._precision.preset
         if preset is None:
-            return
+            return is_sharded
         self.precision = EnginePrecision(preset.name, self._precision.islands)
         self._first = FirstStep(context.schedule, self._precision)
         if preset.scales_loss:
             self.scaler = MeshGradScaler(device, context.schedule.mesh)
+        return is_sharded
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -128,4 +132,6 @@ class PreciseEngine(StatefulEngine):
         if SCALER in runtime:
             self.scaler.load_state_dict(dict(runtime[SCALER]))
         else:
-            warn_user("the checkpoint holds no state of a GradScaler: the scale of the loss begins anew")
+            warnings.warn(
+                "the checkpoint holds no state of a GradScaler: the scale of the loss begins anew", stacklevel=4
+            )

@@ -18,7 +18,7 @@ from slapo_torch.private import tree_map_only
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_runtime.context import BuildContext
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 
 @dataclass(frozen=True)
@@ -261,10 +261,9 @@ class ModelPrecision:
         assert self.preset is not None
         return torch.float32 if is_within(name, self.islands) else self.preset.compute
 
-    def store(self, context: BuildContext) -> None:
-        """Cast the parameters to the types in which they are stored, before the optimizer is made."""
-        if self.preset is not None:
-            context.cast_parameters(lambda live: self.stored(live.name) if _is_cast(live.tensor) else None)
+    def wanted(self, live: LiveTensor) -> torch.dtype | None:
+        """Return the type into which a parameter is read or cast; None for its own."""
+        return self.stored(live.name) if self.preset is not None and _is_cast(live.tensor) else None
 
     def policy(self, path: str) -> Any:
         """Return the policy of ``fully_shard`` for the unit at a path; inputs are cast by :meth:`install`."""

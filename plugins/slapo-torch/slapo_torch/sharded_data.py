@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from slapo_core import ArgumentError, BuildError, MeshError, Schedule, SealedError
-from slapo_core.layout import start_single_process_group
 from slapo_runtime.correspondence.storage import sharded_over
 from slapo_runtime.state import live_state
 from slapo_torch.data_options import check_shards, data_ranks
@@ -93,7 +93,9 @@ def mesh_of_shards(mesh: Mesh | None, device: torch.device | None = None) -> Dev
     if data_ranks(mesh) == 1:
         kind = device.type if device is not None else "cpu"
         if not dist.is_initialized():
-            start_single_process_group(kind)
+            backend = "gloo" if kind == "cpu" else dist.get_default_backend_for_device(kind)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            atexit.register(_end_process_group)
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return DeviceMesh.from_group(alone, kind, mesh_dim_names=("dp",))
     assert mesh is not None
@@ -102,6 +104,11 @@ def mesh_of_shards(mesh: Mesh | None, device: torch.device | None = None) -> Dev
 
 
 Fill = Callable[[nn.Module], None]
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class ShardedModel:
@@ -173,6 +180,7 @@ class ShardedData(ShardedModel):
         self._model, self._name = model, type(model).__name__  # fully_shard puts a class of its own before it
         self._has_failed = False
         super().__init__(model, {**units, "": units.get("", root)}, mesh, policy=policy, fill=fill)
+        model.register_forward_pre_hook(_reshard_first, prepend=True)  # before that of fully_shard
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -232,6 +240,11 @@ class ShardedData(ShardedModel):
                 hint="return tensors, or tuples, dictionaries or dataclasses of them; or register the output's class: "
                 "torch.utils._pytree.register_pytree_node",
             )
+
+
+def _reshard_first(module: Any, _: Any) -> None:
+    """Free full parameters of the root that a forward without a backward has left: a step did not reach them."""
+    module.reshard()
 
 
 def _parameters(module: Any) -> Iterable[nn.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -188,3 +189,30 @@ def test_training_without_an_optimizer_and_after_close_is_refused(message: Messa
         with pytest.raises(slapo.BuildError) as error:
             step(next(batches(1)))
         message(error, "closed")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_results_have_the_facts_of_the_step(accumulate: int) -> None:
+    def halved(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    rate = torch.tensor(0.25)
+    engine = slapo.build(
+        slapo.create_schedule(nn.Linear(3, 1)),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=rate, capturable=False, foreach=False),
+        lr_scheduler=halved,
+        loss=lambda output, batch: output.mean(),
+        loss_weight=lambda batch: batch.sum(),
+        accumulate=accumulate,
+    )
+    for step in range(2):
+        before = time.perf_counter()
+        result = engine.train_step(torch.full((4, 3), step + 1.0))
+        assert float(result.learning_rate) == 0.25 / 2**step
+        assert result.tokens is not None
+        assert float(result.tokens) == 12.0 * (step + 1)
+        assert result.seconds is not None
+        assert 0 < result.seconds < time.perf_counter() - before
+    assert result.peak_memory > 1 << 20
+    evaluated = engine.eval_step(torch.ones(4, 3))
+    assert (evaluated.learning_rate, evaluated.tokens, evaluated.seconds) == (None, None, None)

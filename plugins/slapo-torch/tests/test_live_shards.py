@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import slapo_core as slapo
@@ -34,12 +35,15 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, clip: Any) -> float:
     optimizer.zero_grad()
     model(batch).square().mean().backward()
+    model(batch)  # to look at the output: it leaves full parameters without gradients
     norm = float(clip())
+    with torch.no_grad():
+        model(batch)  # full parameters that the step does not reach
     optimizer.step()
     return norm
 
 
-def live(mesh: dict[str, int], directory: str) -> dict[str, Any]:
+def sharded(mesh: dict[str, int]) -> slapo.Schedule:
     sch = slapo.create_schedule(make_model().double(), mesh=mesh)
     if mesh.get("tp", 1) > 1:
         for block in ("1", "2"):
@@ -48,13 +52,21 @@ def live(mesh: dict[str, int], directory: str) -> dict[str, Any]:
     sch["1"].checkpoint()
     sch["[12]"].fully_shard()
     slapo.fully_shard(sch)
+    return sch
+
+
+def train(sch: slapo.Schedule, optimizer: torch.optim.Optimizer, number: int) -> float:
+    mesh = sch.mesh
+    replicas = mesh.size("dp_replicate") * mesh.size("dp")
+    place = mesh.rank("dp_replicate") * mesh.size("dp") + mesh.rank("dp")
+    share = make_batch(number).chunk(replicas)[place]
+    return step(sch.model, optimizer, share, lambda: slapo.clip_grad_norm_(sch, 0.1))
+
+
+def live(mesh: dict[str, int], directory: str) -> dict[str, Any]:
+    sch = sharded(mesh)
     optimizer = adamw(sch.model.parameters())
-    replicas = mesh.get("dp_replicate", 1) * mesh["dp"]
-    place = sch.mesh.rank("dp_replicate") * mesh["dp"] + sch.mesh.rank("dp")
-    norms = [
-        step(sch.model, optimizer, make_batch(number).chunk(replicas)[place], lambda: slapo.clip_grad_norm_(sch, 0.1))
-        for number in range(3)
-    ]
+    norms = [train(sch, optimizer, number) for number in range(3)]
     refused = []
     for call in (sch.undo, lambda: sch["0"].checkpoint()):
         with pytest.raises(slapo.SealedError) as caught:
@@ -63,10 +75,17 @@ def live(mesh: dict[str, int], directory: str) -> dict[str, Any]:
     with pytest.raises(slapo.SealedError, match="cannot call fully_shard"):
         slapo.fully_shard(sch)
     slapo.save_pretrained(sch, directory)
+    state, moments = slapo.state_dict(sch), slapo.optimizer_state_dict(sch, optimizer)
+    again = sharded(mesh)
+    resumed = adamw(again.model.parameters())
+    slapo.load_state_dict(again, state)
+    slapo.load_optimizer_state_dict(again, resumed, moments)
+    norms.append(train(again, resumed, 3))
     return {
         "norms": norms,
-        "state": copy.deepcopy(slapo.state_dict(sch)),
-        "moments": slapo.optimizer_state_dict(sch, optimizer),
+        "state": copy.deepcopy(state),
+        "resumed": copy.deepcopy(slapo.state_dict(again)),
+        "moments": moments,
         "sharded": all(sharded_over(parameter) for parameter in sch.model.parameters()),
         "refused": refused,
     }
@@ -80,11 +99,16 @@ def test_live_sharded_training_equals_one_process(mesh: dict[str, int], tmp_path
         step(model, optimizer, make_batch(number), lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         for number in range(3)
     ]
+    state = copy.deepcopy(model.state_dict())
+    norms.append(step(model, optimizer, make_batch(3), lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
     for found in run_ranks(live, mesh, str(tmp_path), world_size=4):
         assert found["norms"] == pytest.approx(norms, rel=1e-12)
-        for name, tensor in model.state_dict().items():
+        for name, tensor in state.items():
             torch.testing.assert_close(found["state"][name], tensor, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(found["resumed"][name], model.state_dict()[name], rtol=1e-10, atol=1e-12)
         assert found["sharded"]
         assert all("sealed by slapo_core.fully_shard" in text for text in found["refused"])
         assert found["moments"]["state"]["0.weight"]["exp_avg"].shape == (5, 6)
-    assert list(tmp_path.glob("*.safetensors"))
+    (saved,) = tmp_path.glob("*.safetensors")
+    for name, tensor in load_file(saved).items():
+        torch.testing.assert_close(tensor, state[name], rtol=1e-10, atol=1e-12)

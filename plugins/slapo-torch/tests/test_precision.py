@@ -182,6 +182,14 @@ def test_a_float32_module_rounds_its_result_only() -> None:
     assert torch.equal(norm(x), F.layer_norm(x.float(), (8,), norm.weight, norm.bias).double())
 
 
+def test_a_count_of_items_is_not_rounded() -> None:
+    count = torch.tensor(4097.0)
+    arguments = {"x": torch.ones(2), "pair": [torch.ones(1), 3], "num_items_in_batch": count}
+    found = precisions.cast(arguments, BF16)
+    assert found["x"].dtype == found["pair"][0].dtype == BF16
+    assert found["num_items_in_batch"] is count
+
+
 def test_autocast_is_back_after_a_float32_module_fails() -> None:
     engine = build(precision="bf16-mixed", fp32=("head",))
     with torch.autocast("cpu", BF16):
@@ -269,6 +277,27 @@ def test_a_failed_build_restores_the_types() -> None:
     build(model, precision="fp32").train_step(make_batches()[0])
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_weights_are_read_into_the_type_of_the_main_weights(device: str) -> None:
+    weights = make_model().state_dict()
+    with torch.device(device):
+        model = Model().bfloat16()
+    state = build(model, weights=weights, precision="bf16-mixed").state_dict()
+    for name, _ in model.named_parameters():
+        assert torch.equal(state[name], weights[name]), "rounded to the model's type"
+
+
+def test_initial_values_are_drawn_before_they_are_cast() -> None:
+    drawn = []
+    for name in ("fp32", "bf16"):
+        with torch.device("meta"):
+            model = Model()
+        model.table = torch.ones(8)
+        drawn.append(build(model, precision=name, seed=3).state_dict())
+    for name, _ in model.named_parameters():
+        assert torch.equal(drawn[0][name].bfloat16(), drawn[1][name])
+
+
 # -- planted faults -----------------------------------------------------------------------------------------------
 
 
@@ -278,7 +307,7 @@ def no_autocast(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def no_main_weights(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(ModelPrecision, "store", lambda self, context: context.cast_parameters(lambda live: BF16))
+    patch.setattr(ModelPrecision, "wanted", lambda self, live: BF16)
     return {}
 
 

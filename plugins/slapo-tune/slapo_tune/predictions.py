@@ -147,13 +147,26 @@ def _relevant(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
 
 
+_FOLLOWED = (
+    "accumulate",
+    "batch_axes",
+    "bucket_cap_mb",
+    "data_parallel",
+    "fp32",
+    "max_grad_norm",
+    "precision",
+    "reshard_after_forward",
+)
+"""Options of target ``"torch"`` without a pipeline that estimates follow."""
+
+
 def _options(study: StudySettings, point: Point) -> dict[str, Any]:
     """Return the options of the estimate of a point."""
     given = _relevant(study.options_of(point))
     if study.target != "torch":
         return given
     if (study.mesh_of(point) or {}).get("pp", 1) == 1:  # further options are DistributedDataParallel's
-        return {name: value for name, value in given.items() if name == "accumulate"}
+        return {name: value for name, value in given.items() if name in _FOLLOWED}
     return {name: value for name, value in given.items() if name not in ("elementwise", "max_grad_norm")}
 
 

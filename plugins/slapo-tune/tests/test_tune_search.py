@@ -83,6 +83,48 @@ print(result.best.value, result.winner.right, result.winner.reason)
 """
 
 
+SHARDED = """
+import torch
+from torch import nn
+import slapo_tune
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 512), nn.Linear(512, 128)) for _ in range(4))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+def space(s):
+    s.choose("sharded", ["no", "option", "marks"])
+
+def schedule(sch, p):
+    if p["sharded"] == "marks":
+        sch["blocks.*"].fully_shard(reshard_after_forward=False)
+
+study = slapo_tune.Study(
+    Net, space, schedule, world_size=2, mesh=lambda p: {"dp": 2}, sampler="exhaustive", log="run.jsonl",
+    batch=lambda p: torch.randn(64, 128), optimizer=lambda q: torch.optim.AdamW(q), loss=lambda output, batch: output,
+    options=lambda p: {"data_parallel": "fsdp"} if p["sharded"] == "option" else {},
+)
+"""
+
+
+@pytest.mark.breadth
+def test_shards_over_replicas_are_predicted_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "STUDY.py").write_text(SHARDED)
+    trials = search(load_study("STUDY.py"), resume=False).trials
+    assert [trial.status for trial in trials] == ["ok"] * 3
+    predicted = [trial.predicted["memory"] for trial in trials]
+    assert predicted[1] < predicted[2] < predicted[0]
+    for trial in trials:
+        assert trial.measured["memory"] == pytest.approx(trial.predicted["memory"], rel=0.05)
+
+
 def test_margin_is_learned_from_measurements() -> None:
     def trial(status: str, predicted: float, measured: float = 0) -> Trial:
         return Trial(0, {}, status, predicted={"memory": predicted}, measured={"memory": measured} if measured else {})

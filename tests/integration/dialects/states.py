@@ -11,6 +11,7 @@ import torch
 
 import slapo_core as slapo
 from tests.integration.dialects.small import build, train
+from tests.support.checkpoints import stored
 
 __all__ = ["before_the_first_step", "different", "low_precision", "said"]
 
@@ -58,7 +59,7 @@ def low_precision(form: str, options: Mapping[str, Any], dtype: torch.dtype, dir
     return {
         "types": kept,
         "rounded": rounded,
-        "files": sorted(file.name for file in directory.iterdir()),
+        "trained": {str(value.dtype) for value in stored(directory).values()},
         "differing": closed + loaded + resumed,
         "replicas": follows,
     }

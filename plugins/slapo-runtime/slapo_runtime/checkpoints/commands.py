@@ -148,7 +148,7 @@ def _copy_configurations(directory: Path, output: Path, dtype: str | None) -> No
         file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-# -- what is stored -----------------------------------------------------------------------------------------------
+# -- checkpoints and files ----------------------------------------------------------------------------------------
 
 _Check = tuple[Path, Callable[[], None]]
 

@@ -59,7 +59,7 @@ class _Part:
     """Reference tensors that one rank assembles and writes.
 
     Args:
-        tensors: one, or those of a translated live tensor.
+        tensors: one, or the tensors of a translated live tensor.
         live: the live tensor; None for a dropped tensor, and for a buffer that only other ranks hold.
         how: ``"exchanged"``: ranks send their rectangles to the owner; ``"gathered"``: a collective of all ranks;
             ``"dropped"``: by a step, and every rank has it.

@@ -43,8 +43,7 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
             f"{call} takes the schedule (got {type(schedule).__name__})",
             hint=f"sch = slapo_core.create_schedule(model, mesh=...); slapo_core.{call}(sch, ...)",
         )
-    if call != _CLIP:  # between backward and step they are sharded: a step should not pay for it
-        _reshard(schedule.model)
+    _reshard(schedule.model)
     kept = Internals(schedule).cache(call)
     state = kept.get(_STATE_KEY)
     if state is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
+import mmap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +84,11 @@ class Materialization:
         """Limit this rank to the tensors of its pipeline stages, until :meth:`take_back`."""
         Internals(self._schedule).tree.tensors.placement = placement
 
-    def run(self, windows: Callable[[LiveTensor], Window] | None = None) -> Iterator[LiveTensor]:
+    def run(
+        self,
+        windows: Callable[[LiveTensor], Window] | None = None,
+        dtype: Callable[[LiveTensor], torch.dtype | None] | None = None,
+    ) -> Iterator[LiveTensor]:
         """Materialize the tensors in registration order, and yield each.
 
         Tensors of other ranks alone are left out, and replaced by placeholders without memory.
@@ -90,6 +96,7 @@ class Materialization:
         Args:
             windows: gives the wanted window of a parameter's local shape. Parameters on the meta device then have no
                 memory until :meth:`fill_windows`.
+            dtype: gives the type of a parameter, into which values are read or cast; None: its own.
 
         Raises:
             WeightsError: tensors on the meta device cannot be initialized; with all of them, after the others.
@@ -100,20 +107,23 @@ class Materialization:
             with self._schedule.reference() as model:  # before anything is installed
                 self._initializers["reference"] = Initializer(model, Internals(self._schedule).hooks, seed=self._seed)
         for live in self.correspondence.live():
+            wanted = (dtype(live) if dtype is not None and live.is_parameter else None) or live.tensor.dtype
             if not live.is_local:
-                if not live.tensor.is_meta:
-                    self._install(live, torch.empty_like(live.tensor.detach(), device="meta"))
+                if not live.tensor.is_meta or live.tensor.dtype != wanted:
+                    self._install(live, torch.empty_like(live.tensor.detach(), device="meta", dtype=wanted))
                 continue
             if windows is not None and live.is_parameter and live.tensor.is_meta and live.tensor.dim():
                 window = windows(live)
-                value = self._value(live, window)
+                value = self._value(live, wanted, window)
                 if value is not None:
                     empty = torch.zeros((), dtype=value.dtype, device=value.device).expand(live.tensor.shape)
                     live = self._install(live, empty)
                     self._windows[id(live.tensor)] = (window, value)
                     yield live
                 continue
-            value = self._value(live)
+            if not live.tensor.is_meta:
+                self._cast_in_place(live.tensor, wanted)
+            value = self._value(live, wanted)
             if value is not None:
                 yield self._install(live, value)
             elif live.name not in self._failed:
@@ -138,15 +148,13 @@ class Materialization:
                 found = self._windows.pop(id(parameter), None)
                 if parameter is not None and found is not None:
                     window, value = found
-                    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=value.device)
+                    full = _empty(tuple(parameter.shape), parameter.dtype, value.device)
                     window.of(full).copy_(value)
                     filled[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                     filled[id(parameter)].__dict__.update(parameter.__dict__)
                 table[name] = filled.get(id(parameter), parameter)
 
-    def cast(self, live: LiveTensor, dtype: torch.dtype) -> None:
-        """Cast a parameter in place, until :meth:`take_back`."""
-        tensor = live.tensor
+    def _cast_in_place(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         if tensor.dtype != dtype:
             self._cast.append((tensor, tensor.data, tensor.grad))
             tensor.grad = None
@@ -185,7 +193,7 @@ class Materialization:
 
     # -- one tensor -------------------------------------------------------------------------------------------
 
-    def _value(self, live: LiveTensor, window: Window | None = None) -> torch.Tensor | None:
+    def _value(self, live: LiveTensor, dtype: torch.dtype, window: Window | None = None) -> torch.Tensor | None:
         """Return the value to install, or its window; None if the tensor stays or cannot be initialized."""
         if not live.tensor.is_meta:
             moved = self._device is not None and live.tensor.device != self._device
@@ -194,25 +202,25 @@ class Materialization:
                 and all(name in self._names for name in live.reference_names)
                 and live.reference_names
             ):
-                shard = self._shard(live)
+                shard = self._shard(live, dtype)
                 assert shard is not None
                 if moved:
-                    return shard.to(self._device, live.tensor.dtype)
+                    return shard.to(self._device, dtype)
                 with torch.no_grad():
                     before = live.tensor.detach().to("cpu", copy=True)  # not twice on the model's device
                     self._overwritten.append((live.tensor, before))
                     live.tensor.copy_(shard)
                 return None
             return live.tensor.detach().to(self._device) if moved else None
-        shard = self._shard(live, window)
-        return shard.to(self.device, live.tensor.dtype) if shard is not None else None
+        shard = self._shard(live, dtype, window)
+        return shard.to(self.device, dtype) if shard is not None else None
 
-    def _shard(self, live: LiveTensor, window: Window | None = None) -> torch.Tensor | None:
+    def _shard(self, live: LiveTensor, dtype: torch.dtype, window: Window | None = None) -> torch.Tensor | None:
         """Return this rank's shard, or its window, on its original device."""
         mesh, name = self.correspondence.mesh, live.reference_names[0] if live.reference_names else ""
         explained = live.layout.origin in self.correspondence.survey.origins
         if explained and self._source is not None and name in self._names:
-            return self._source.read_as(self._names[name], live.layout, mesh, live.tensor.dtype, window=window)
+            return self._source.read_as(self._names[name], live.layout, mesh, dtype, window=window)
         if name and explained and self._reference[name].is_meta:
             shard = self._initializers["reference"].shard(name, live.layout, mesh)
             if shard is None:
@@ -264,6 +272,14 @@ class Materialization:
             self._edit.set_buffer(node, live.own_name, value)
             tensor = node.buffers[live.own_name]
         return dataclasses.replace(live, tensor=tensor)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an uninitialized tensor; on the CPU, pages that nothing is written to take no memory, before and after."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)  # an allocator would keep written pages
 
 
 def _usual_device(schedule: Schedule, correspondence: Correspondence) -> torch.device:

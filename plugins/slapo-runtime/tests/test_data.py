@@ -1,0 +1,92 @@
+"""Replicas share the samples of an epoch, and go on with it under another number of replicas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import slapo_core as slapo
+from slapo_core.layout import Mesh
+from slapo_runtime.data import ReplicaSampler, sampler
+
+DATA = list(range(37))
+
+
+def samplers(sizes: dict[str, int], **options: Any) -> list[ReplicaSampler]:
+    """One for each rank of a mesh."""
+    ranks = range(torch.Size(sizes.values()).numel())
+    return [
+        sampler(slapo.create_schedule(nn.Linear(1, 1), mesh=Mesh(sizes, rank=rank)), DATA, **options) for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_replicas_draw_as_torch_and_the_ranks_of_one_draw_the_same(shuffle: bool, drop_last: bool) -> None:
+    options = {"shuffle": shuffle, "drop_last": drop_last, "seed": 3}
+    found = samplers({"dp_replicate": 2, "dp": 2, "pp": 2, "tp": 2}, **options)
+    for rank, one in enumerate(found):
+        one.set_epoch(2)
+        expected = DistributedSampler(DATA, 4, rank // 4, **options)
+        expected.set_epoch(2)
+        assert list(one) == list(expected)
+        assert len(one) == len(expected)
+
+
+@pytest.mark.parametrize(("before", "after", "workers"), [(2, 3, 0), (3, 1, 1), (4, 4, 0)])
+def test_an_epoch_resumes_under_another_number_of_replicas(before: int, after: int, workers: int) -> None:
+    seen: Counter[int] = Counter()
+    states = []
+    for one in samplers({"dp": before}, batch_size=2):
+        one.set_epoch(1)
+        steps = one.batches(DataLoader(DATA, batch_sampler=one, num_workers=workers))
+        for _ in range(3):
+            seen.update(next(steps).tolist())
+        states.append(one.state_dict())
+    assert states == [{"epoch": 1, "position": 6 * before, "samples": 37, "seed": 0}] * before
+    assert len(seen) == 6 * before
+    for one in samplers({"dp": after}):
+        one.load_state_dict(states[0])
+        one.set_epoch(1)
+        assert len(one) == -(-(37 - 6 * before) // after)
+        seen.update(one)
+        assert one.state_dict()["position"] == 37
+    assert set(seen) == set(DATA)
+    assert sum(seen.values()) - len(DATA) == -(37 - 6 * before) % after  # repeated for an equal number on each
+
+
+def test_no_sample_is_repeated_where_the_last_round_is_dropped() -> None:
+    for one in samplers({"dp": 3}, batch_size=4, drop_last=True):
+        found = list(one)
+        assert [len(batch) for batch in found] == [4, 4, 4]
+        assert len(one) == 3
+        assert one.state_dict()["position"] == 36
+
+
+def test_the_next_epoch_begins_anew() -> None:
+    (one,) = samplers({"dp": 1})
+    assert sorted(one) == sorted(one) == DATA
+    first = list(one)
+    one.set_epoch(1)
+    assert one.state_dict()["position"] == 0
+    assert list(one) != first
+
+
+def test_invalid_arguments_and_foreign_positions_are_refused() -> None:
+    sch = slapo.create_schedule(nn.Linear(1, 1))
+    for make, words in (
+        (lambda: sampler(sch.model, DATA), "takes the schedule"),
+        (lambda: sampler(sch, iter(DATA)), "a dataset with a length"),
+        (lambda: sampler(sch, DATA, batch_size=0), "positive integer or None (got 0)"),
+        (lambda: sampler(sch, DATA, seed=1).load_state_dict(sampler(sch, DATA).state_dict()), "seed 0 (got 1 here)"),
+        (lambda: sampler(sch, DATA[1:]).load_state_dict(sampler(sch, DATA).state_dict()), "samples 37 (got 36 here)"),
+        (lambda: next(sampler(sch, DATA).batches(DATA)), "number of samples in a batch"),
+    ):
+        with pytest.raises(slapo.ArgumentError) as caught:
+            make()
+        assert words in str(caught.value)

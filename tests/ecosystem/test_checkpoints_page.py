@@ -1,0 +1,14 @@
+"""docs/checkpoints.md: its blocks run one after another, and print what they show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ecosystem.pages import Page
+
+
+@pytest.mark.ranks
+def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
+    Page("checkpoints.md").prints_what_it_shows(tmp_path, at_least=4)
