@@ -92,7 +92,7 @@ class ShardedModel:
         model: parameters of units become DTensors in its place.
         units: the options of each, by path.
         mesh: of the ranks that share parameters.
-        root: a module above the model, whose unit holds what is left; None: the model is a unit itself.
+        root: a module above the model, whose unit holds the other parameters; None: the model is a unit itself.
     """
 
     def __init__(
