@@ -139,14 +139,14 @@ def build(
 
 
 def simulates(target: str) -> bool:
-    """Return whether a target can simulate its training step; slapo-estimate simulates ``"torch"`` itself.
+    """Return whether a target can simulate its training step.
 
     Raises:
         PluginError: no such target is installed, or it is not usable.
     """
     registry = current_registry()
     dialect = registry.load(registry.resolve("dialects", target))
-    return target == "torch" or dialect.simulate is not Dialect.simulate
+    return dialect.simulate is not Dialect.simulate
 
 
 def simulated_step(sch: Schedule, target: str, **arguments: Any) -> Callable[[Any], Any]:
