@@ -133,7 +133,7 @@ FAULTS = [
     "OSError: the disk is gone at fc2.weight::step",
     "RuntimeError: not this state",
     "WeightsError: the checkpoint 'TMP/step-00000003' was loaded in part, because reading it failed: the disk is gone "
-    "at fc2.weight\n  hint: engine.load(directory) of a whole checkpoint, before the next step",
+    "at fc2.weight\n  hint: engine.load(directory) of a complete checkpoint, before the next step",
 ]
 
 

@@ -129,7 +129,7 @@ class _Load:
             except Exception as error:
                 raise WeightsError(
                     f"{label} was loaded in part, because reading it failed: {error}",
-                    hint="engine.load(directory) of a whole checkpoint, before the next step",
+                    hint="engine.load(directory) of a complete checkpoint, before the next step",
                 ) from error
         set_extra_states(self._state.correspondence, self._extra)
 
