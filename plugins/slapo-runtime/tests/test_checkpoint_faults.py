@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_runtime.checkpoints.reader import CheckpointSource
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.weights.checkpoint_source import CheckpointSource
 from tests.messages import Messages
 from tests.support.building import adam, batches, real, split
 from tests.support.checkpoints import newest
