@@ -21,7 +21,8 @@ from slapo_runtime.launcher import run_ranks
 from slapo_runtime.ranks.checksums import checksum
 from slapo_runtime.ranks.consistency import schedule_facts, weights_facts
 from slapo_runtime.ranks.facts import RankFact
-from slapo_runtime.weights.sources import SafetensorsSource, open_source
+from slapo_runtime.weights.checkpoint_source import open_source
+from slapo_runtime.weights.sources import SafetensorsSource
 from slapo_testing import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 from tests.support.building import Split, adam, on_meta, real
