@@ -109,8 +109,8 @@ def export_on_ranks(directory: str, mesh: dict[str, int], options: dict[str, Any
     ("mesh", "options"),
     [
         pytest.param({"tp": 2}, {}, id="tp2"),
-        pytest.param({"dp": 2}, {"data_parallel": "fsdp"}, id="fsdp2", marks=pytest.mark.breadth),
-        pytest.param({"pp": 2}, {}, id="pp2", marks=pytest.mark.breadth),
+        pytest.param({"dp": 2}, {"data_parallel": "fsdp"}, id="fsdp2"),
+        pytest.param({"pp": 2}, {}, id="pp2"),
     ],
 )
 def test_all_ranks_write_the_reference_models_weights(
