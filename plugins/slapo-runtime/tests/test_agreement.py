@@ -83,7 +83,7 @@ def build_with_steps_by_rank(case: str) -> str:
     before = torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
         if case == "unreadable file" and rank == 1:
-            patch.setattr(SafetensorsSource, "read", unreadable)
+            patch.setattr(SafetensorsSource, "read_as", unreadable)
         result = outcome(lambda: slapo.build(schedule, **options))
     if case.startswith("random state"):
         assert result == "fine"
@@ -96,7 +96,7 @@ def build_with_steps_by_rank(case: str) -> str:
     return result
 
 
-def unreadable(*args: Any) -> None:
+def unreadable(*args: Any, **options: Any) -> None:
     raise slapo.WeightsError("the disk is gone")
 
 
