@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -89,7 +90,7 @@ def main() -> None:
     step, blocks = (next(row["seconds"] for row in rows if row["what"] == what) for what in ("step", BLOCKS))
     allowed = max(ALLOWED["of a step"] * step, ALLOWED["seconds"])
     print(f"{written / 1e6:.0f} MB; an asynchronous save blocks {blocks / step:.1%} of a step, allowed {allowed:.2f} s")
-    save("checkpoint_time", rows, ranks=RANKS, bytes=written, allowed=ALLOWED)
+    save("checkpoint_time", rows, ranks=RANKS, bytes=written, allowed=ALLOWED, load=os.getloadavg()[0])
     if blocks > allowed:
         sys.exit(1)
 

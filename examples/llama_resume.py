@@ -1,5 +1,5 @@
 """Train an unmodified LLaMA in a job that is killed three times, and goes on under another layout each time; and
-compare its loss curve with that of one process, which nobody stops.
+compare its loss curve with that of one uninterrupted process.
 
     python examples/llama_resume.py                    # all of it, the comparison and the plot
     python examples/llama_resume.py --legs tp2 fsdp2   # killed once
