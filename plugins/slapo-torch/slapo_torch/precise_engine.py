@@ -133,5 +133,6 @@ class PreciseEngine(StatefulEngine):
             self.scaler.load_state_dict(dict(runtime[SCALER]))
         else:
             warnings.warn(
-                "the checkpoint holds no state of a GradScaler: the scale of the loss begins anew", stacklevel=4
+                "the checkpoint holds no state of a GradScaler: the scale of the loss starts at its initial value",
+                stacklevel=4,
             )

@@ -208,7 +208,7 @@ def precision_steps(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[
 def with_islands(
     schedule: Schedule, units: Mapping[str, FullyShard], options: Mapping[str, Any]
 ) -> dict[str, FullyShard]:
-    """Return the units of ``fully_shard`` with those of float32 modules, which are gathered in their own type."""
+    """Return the units of ``fully_shard``, with the float32 modules, which are gathered in their own type."""
     modules, found = dict(schedule.model.named_modules()), dict(units)
     shared = shared_names(schedule.model)
     for path in islands_of(schedule.model, options["fp32"]):
@@ -248,7 +248,7 @@ class ModelPrecision:
 
     @property
     def gathers(self) -> bool:
-        """Whether ``fully_shard`` casts the parameters, also those of a single replica."""
+        """Whether ``fully_shard`` casts the parameters, also for a single replica."""
         return self.is_mixed and not self.uses_autocast
 
     def stored(self, name: str) -> torch.dtype:
@@ -280,7 +280,7 @@ class ModelPrecision:
 
         Args:
             borders: paths of modules that take floating-point inputs in the type of the computation: the model, and
-                the units of ``fully_shard``, in a pipeline those of all ranks.
+                the units of ``fully_shard``, in a pipeline of all ranks.
         """
         if self.preset is None:
             return

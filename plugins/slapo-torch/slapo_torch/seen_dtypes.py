@@ -176,7 +176,7 @@ class FirstStep:
         except BuildError as found:
             raise found from error
 
-    # -- what is seen -------------------------------------------------------------------------------------------
+    # -- notes of a step ------------------------------------------------------------------------------------------
 
     def _see(self, what: str, name: str, dtype: torch.dtype, promised: torch.dtype | None = None) -> None:
         row, shown = self._rows.setdefault(what, _Row(promised is not None)), dtype_name(dtype)
