@@ -126,11 +126,12 @@ class PendingSave:
     def _wait(self) -> None:
         what = f"writing the checkpoint '{self._directory}'"
         try:
-            with together(self._mesh, what):
-                self._worker.result("written")
-            with together(self._mesh, what):
-                if self._is_first:
-                    self._worker.result("completed")
+            with World(self._mesh) as world:
+                with world.together(what):
+                    self._worker.result("written")
+                with world.together(what):
+                    if self._is_first:
+                        self._worker.result("completed")
         except BaseException:
             if self._is_first:
                 self._worker.abandon()
