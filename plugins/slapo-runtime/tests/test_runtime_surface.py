@@ -16,6 +16,7 @@ import slapo_torch
 
 _ROOT = Path(slapo_runtime.__file__).parent
 _ENTRY_POINTS = {"guards", "hookspecs"}  # loaded by slapo-core, by the names in pyproject.toml
+_OF_SCRIPTS = {"data"}
 _PACKAGES = {"correspondence", "guards", "initialization", "ranks", "stages"}
 _OTHER_PLACES = {
     "partition": "stages.partition",
@@ -75,7 +76,7 @@ def _single_users(modules: Iterable[str]) -> list[str]:
     return sorted(
         module
         for module, names in users.items()
-        if "torch" not in names and len(names) < 2 and module not in met and module not in _ENTRY_POINTS
+        if "torch" not in names and len(names) < 2 and module not in met | _ENTRY_POINTS | _OF_SCRIPTS
     )
 
 
