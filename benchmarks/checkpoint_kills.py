@@ -29,8 +29,9 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.checkpoints import manifest, reader, worker, writer
+from slapo_runtime.checkpoints import manifest, worker, writer
 from slapo_runtime.checkpoints.manifest import newest_checkpoint, step_of
+from slapo_runtime.weights.checkpoint_source import CheckpointSource
 
 STEPS = 3
 
@@ -64,8 +65,8 @@ POINTS: Mapping[str, tuple[Any, str]] = {
     "manifest": (manifest.Manifest, "write"),
     "settle": (writer, "settle_step"),
     "keep": (manifest, "remove_checkpoint"),
-    "read": (reader.CheckpointSource, "fill"),
-    "checksums": (reader.CheckpointSource, "check_files"),
+    "read": (CheckpointSource, "fill"),
+    "checksums": (CheckpointSource, "check_files"),
 }
 OF_SAVE = {"begin": 1, "rectangle": 12, "write": 60, "rank file": 1, "json": 2, "metadata": 1, "manifest": 1}
 OF_SAVE |= {"settle": 1, "keep": 1}
@@ -137,7 +138,7 @@ def armed(kill: Kill, rank: int, directory: str, in_worker: bool) -> None:
                 setattr(module, name, at)
 
 
-_USERS = ("slapo_runtime.checkpoints.saving", "slapo_runtime.checkpoints.loading")
+_USERS = ("slapo_runtime.weights.saving", "slapo_runtime.weights.loading")
 
 
 def end(kill: Kill, directory: str, in_worker: bool) -> None:
@@ -151,11 +152,12 @@ def end(kill: Kill, directory: str, in_worker: bool) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def trained(rank: int, directory: str, kill: Kill) -> None:
+def trained(rank: int, directory: str, kill: Kill, port: int) -> None:
     """Train and save, or load, until the kill."""
     os.environ |= {"OMP_NUM_THREADS": "1", "SLAPO_KILL": json.dumps([asdict(kill), rank, directory])}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{directory}/store", rank=rank, world_size=2)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     Path(directory, f"pid-{rank}").write_text(str(os.getpid()))
     engine, runs = engine_on({"tp": 2}), Path(directory, "runs")
     if kill.call == "load":
@@ -222,9 +224,10 @@ class Left:
 def left_by(kill: Kill, expected: Mapping[int, Mapping[str, torch.Tensor]]) -> Left:
     """Run two ranks until the kill, and look at what is left."""
     with tempfile.TemporaryDirectory() as directory:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch._dynamo", "slapo_runtime.build", "slapo_tp", *_USERS])
-        ranks = [context.Process(target=trained, args=(rank, directory, kill)) for rank in range(2)]
+        ranks = [context.Process(target=trained, args=(rank, directory, kill, store.port)) for rank in range(2)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -290,12 +293,17 @@ def main() -> None:
     with ThreadPoolExecutor(options.processes) as pool:
         for left in pool.map(left_by, kills(2 * options.kills), repeat(expected)):
             found.append(left)
-            print(len(found), *asdict(left.kill).values(), "->", left.step, left.problem or "fine", flush=True)
+            print(len(found), line(left), flush=True)
             if options.output is not None:
                 options.output.write_text(json.dumps(table(found), indent=1) + "\n")
             if sum(one.came for one in found) == options.kills:
                 pool.shutdown(cancel_futures=True)
                 break
+
+
+def line(left: Left) -> str:
+    """Describe a kill, the step that is loaded after it, and what is wrong."""
+    return " ".join(map(str, (*asdict(left.kill).values(), "->", left.step, left.problem or "fine")))
 
 
 def table(found: Sequence[Left]) -> dict[str, Any]:
@@ -308,9 +316,7 @@ def table(found: Sequence[Left]) -> dict[str, Any]:
         "lost": sum(left.problem.startswith("lost") for left in found),
         "with a problem": sum(bool(left.problem) for left in found),
         "by call": dict(collections.Counter(f"{left.kill.call}, {left.kill.who}" for left in killed)),
-        "all": [
-            " ".join(map(str, (*asdict(left.kill).values(), left.step, left.problem or "fine"))) for left in killed
-        ],
+        "all": [line(left) for left in killed],
     }
 
 

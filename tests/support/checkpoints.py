@@ -9,7 +9,7 @@ import torch
 
 from slapo_core.layout import Layout
 from slapo_runtime.checkpoints.manifest import Manifest, newest_checkpoint
-from slapo_runtime.checkpoints.reader import CheckpointSource, Part
+from slapo_runtime.weights.checkpoint_source import CheckpointSource, Part
 
 __all__ = ["described", "newest", "stored"]
 

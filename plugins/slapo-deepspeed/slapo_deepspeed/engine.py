@@ -38,9 +38,9 @@ from slapo_runtime.state import ModelState
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_runtime.checkpoints.saving import PendingSave
     from slapo_runtime.context import BuildContext
     from slapo_runtime.correspondence.storage import LiveTensor
+    from slapo_runtime.weights.saving import PendingSave
 
 
 # -- making DeepSpeed's engine

@@ -63,8 +63,9 @@ def estimate(
         accumulate: micro-batches of a step, as for :func:`slapo_core.build`.
         target: the dialect; other dialects than ``"torch"`` run their own engine, if it can run on fake tensors.
         timeout: seconds for each kind of rank.
-        config: options of the target, as for :func:`slapo_core.build`: for ``"torch"`` with several ranks along ``pp``,
-            e.g. ``microbatches=8``, ``pipeline_schedule="1f1b"``; for others also further arguments of ``build``.
+        config: options of the target, as for :func:`slapo_core.build`, and its further arguments: for ``"torch"``, e.g.
+            ``data_parallel="fsdp"``, ``precision="bf16-mixed"``; with several ranks along ``pp`` options of the
+            pipeline alone, e.g. ``microbatches=8``, ``pipeline_schedule="1f1b"``.
 
     Raises:
         ArgumentError: an argument is invalid, or a batch is missing.

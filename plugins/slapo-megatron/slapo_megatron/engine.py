@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_megatron.marks import Marks
     from slapo_megatron.runtime import Megatron
-    from slapo_runtime.checkpoints.saving import PendingSave
     from slapo_runtime.context import BuildContext
+    from slapo_runtime.weights.saving import PendingSave
 
 
 class MegatronEngine(StatefulEngine):

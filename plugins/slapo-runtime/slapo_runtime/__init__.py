@@ -15,4 +15,5 @@ A dialect author meets these names of ``slapo_core``: ``Dialect``, ``Plan``, ``E
 The other modules of this level are shared with slapo-torch, slapo-deepspeed, slapo-megatron, slapo-verify,
 slapo-estimate, slapo-tune and slapo-testing. The packages begin with a page about their subject: ``correspondence`` (of
 live tensors to reference tensors), ``stages``, ``ranks``, ``initialization`` and ``guards``; ``weights`` is internal.
+Training scripts import ``data``, the samples of each replica.
 """

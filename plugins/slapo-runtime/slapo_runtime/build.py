@@ -31,9 +31,9 @@ from slapo_runtime.ranks.consistency import SAME_SCRIPT, agree, synchronized_rng
 from slapo_runtime.ranks.world import World
 from slapo_runtime.replicas import divergence, replicas_of
 from slapo_runtime.stages import StagedModel, ask
+from slapo_runtime.weights.checkpoint_source import open_source
 from slapo_runtime.weights.materialize import Materialization
 from slapo_runtime.weights.parameter_groups import ParameterGroups, check_patterns
-from slapo_runtime.weights.sources import open_source
 
 if TYPE_CHECKING:
     from slapo_core.dialect import Engine, Plan
@@ -139,14 +139,14 @@ def build(
 
 
 def simulates(target: str) -> bool:
-    """Return whether a target can simulate its training step; slapo-estimate simulates ``"torch"`` itself.
+    """Return whether a target can simulate its training step.
 
     Raises:
         PluginError: no such target is installed, or it is not usable.
     """
     registry = current_registry()
     dialect = registry.load(registry.resolve("dialects", target))
-    return target == "torch" or dialect.simulate is not Dialect.simulate
+    return dialect.simulate is not Dialect.simulate
 
 
 def simulated_step(sch: Schedule, target: str, **arguments: Any) -> Callable[[Any], Any]:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from slapo_core.layout import Mesh
-    from slapo_runtime.checkpoints.saving import PendingSave, Stateful
     from slapo_runtime.context import BuildContext
     from slapo_runtime.correspondence.storage import LiveTensor, OptimizerStorage, TensorStorage
+    from slapo_runtime.weights.saving import PendingSave, Stateful
     from slapo_runtime.weights.state import ModelState
 
 

@@ -21,7 +21,8 @@ from slapo_runtime.launcher import run_ranks
 from slapo_runtime.ranks.checksums import checksum
 from slapo_runtime.ranks.consistency import schedule_facts, weights_facts
 from slapo_runtime.ranks.facts import RankFact
-from slapo_runtime.weights.sources import SafetensorsSource, open_source
+from slapo_runtime.weights.checkpoint_source import open_source
+from slapo_runtime.weights.sources import SafetensorsSource
 from slapo_testing import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 from tests.support.building import Split, adam, on_meta, real
@@ -82,7 +83,7 @@ def build_with_steps_by_rank(case: str) -> str:
     before = torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
         if case == "unreadable file" and rank == 1:
-            patch.setattr(SafetensorsSource, "read", unreadable)
+            patch.setattr(SafetensorsSource, "read_as", unreadable)
         result = outcome(lambda: slapo.build(schedule, **options))
     if case.startswith("random state"):
         assert result == "fine"
@@ -95,7 +96,7 @@ def build_with_steps_by_rank(case: str) -> str:
     return result
 
 
-def unreadable(*args: Any) -> None:
+def unreadable(*args: Any, **options: Any) -> None:
     raise slapo.WeightsError("the disk is gone")
 
 

@@ -72,7 +72,14 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [cut, flip, Path.unlink], ids=["truncated", "changed", "missing"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(cut, id="truncated", marks=pytest.mark.breadth),
+        pytest.param(flip, id="changed"),
+        pytest.param(Path.unlink, id="missing", marks=pytest.mark.breadth),
+    ],
+)
 def test_damaged_checkpoints_are_found(tmp_path: Path, damage: Any) -> None:
     trained(tmp_path)
     (tmp_path / "step-00000009").mkdir()
@@ -98,7 +105,9 @@ def test_a_directory_without_a_complete_checkpoint_is_damaged(tmp_path: Path) ->
     assert as_json("verify", tmp_path, status=1)["damaged"] == {str(tmp_path): "no complete checkpoint"}
 
 
-@pytest.mark.parametrize("damage", [cut, Path.unlink], ids=["truncated", "missing"])
+@pytest.mark.parametrize(
+    "damage", [pytest.param(cut, id="truncated"), pytest.param(Path.unlink, id="missing", marks=pytest.mark.breadth)]
+)
 def test_damaged_exports_are_found(tmp_path: Path, damage: Any) -> None:
     slapo.build(slapo.create_schedule(bert())).export(tmp_path, max_shard_size=10_000)  # type: ignore[attr-defined]
     assert as_json("verify", tmp_path)["damaged"] == {}

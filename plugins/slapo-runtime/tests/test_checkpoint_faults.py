@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_runtime.checkpoints.reader import CheckpointSource
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.weights.checkpoint_source import CheckpointSource
 from tests.messages import Messages
 from tests.support.building import adam, batches, real, split
 from tests.support.checkpoints import newest
@@ -133,7 +133,7 @@ FAULTS = [
     "OSError: the disk is gone at fc2.weight::step",
     "RuntimeError: not this state",
     "WeightsError: the checkpoint 'TMP/step-00000003' was loaded in part, because reading it failed: the disk is gone "
-    "at fc2.weight\n  hint: engine.load(directory) of a whole checkpoint, before the next step",
+    "at fc2.weight\n  hint: engine.load(directory) of a complete checkpoint, before the next step",
 ]
 
 

@@ -23,8 +23,8 @@ from slapo_runtime.checkpoints.manifest import (
     newest_checkpoint,
     step_directories,
 )
-from slapo_runtime.checkpoints.reader import CheckpointSource
 from slapo_runtime.checkpoints.writer import Completion, RankFile
+from slapo_runtime.weights.checkpoint_source import CheckpointSource
 from tests.messages import Messages
 
 TENSORS = {

@@ -57,7 +57,7 @@ def check_pretrained(directory: Path, kind: type, state: dict[str, torch.Tensor]
     assert torch.equal(model.eval()(input_ids=IDS).logits, reference(input_ids=IDS).logits)
 
 
-@pytest.mark.parametrize("make", [llama, bert], ids=["llama", "bert"])
+@pytest.mark.parametrize("make", [pytest.param(llama, marks=pytest.mark.breadth), bert], ids=["llama", "bert"])
 def test_transformers_reads_an_exported_model(tmp_path: Path, make: Any) -> None:
     model = make()
     kind = type(model)
@@ -107,8 +107,11 @@ def export_on_ranks(directory: str, mesh: dict[str, int], options: dict[str, Any
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [({"tp": 2}, {}), ({"dp": 2}, {"data_parallel": "fsdp"}), ({"pp": 2}, {})],
-    ids=["tp2", "fsdp2", "pp2"],
+    [
+        pytest.param({"tp": 2}, {}, id="tp2"),
+        pytest.param({"dp": 2}, {"data_parallel": "fsdp"}, id="fsdp2"),
+        pytest.param({"pp": 2}, {}, id="pp2"),
+    ],
 )
 def test_all_ranks_write_the_reference_models_weights(
     tmp_path: Path, mesh: dict[str, int], options: dict[str, Any]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
-from slapo_runtime.checkpoints.reader import Part
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.weights.checkpoint_source import Part
 from slapo_runtime.weights.optimizer_groups import RankState, StateTensor, merge
 from tests.support.checkpoints import described, stored
 from tests.support.staged import Sizes, batch, build, in_turn, scheduled

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import slapo_core as slapo
 from slapo_runtime.checkpoints.manifest import newest_checkpoint
-from slapo_runtime.checkpoints.reader import CheckpointSource
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.weights.checkpoint_source import CheckpointSource
 from slapo_runtime.weights.optimizer_state import OptimizerState
 from tests.messages import Messages
 from tests.support.checkpoints import described, stored

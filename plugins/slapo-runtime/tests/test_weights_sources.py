@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 import slapo_core as slapo
 from slapo_core.layout import Layout, Mesh
+from slapo_runtime.correspondence.storage import Window
 from slapo_runtime.launcher import run_ranks
 from slapo_runtime.weights.sources import MappingSource, SafetensorsSource
 from tests.messages import Messages
@@ -199,3 +200,27 @@ def test_an_empty_directory_and_a_damaged_file_are_refused(tmp_path: Path, messa
     (tmp_path / "model.safetensors").write_bytes(b"not at all")
     with pytest.raises(slapo.WeightsError, match="cannot be read"):
         SafetensorsSource(tmp_path)
+
+
+def test_truncated_and_missing_files_are_named_together(tmp_path: Path, message: Messages) -> None:
+    state = saved(tmp_path, "mlp")
+    (tmp_path / "model.safetensors").unlink()
+    names = {name: f"model-0000{number}-of-00003.safetensors" for number, name in enumerate(state, start=1)}
+    for name, file in names.items():
+        save_file({name: state[name]}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    first, second, third = (tmp_path / file for file in names.values())
+    first.write_bytes(first.read_bytes()[:-1])
+    second.write_bytes(second.read_bytes()[:20])
+    third.unlink()
+    with pytest.raises(slapo.WeightsError) as caught:
+        SafetensorsSource(tmp_path)
+    message(caught, first.name, second.name, third.name)
+
+
+def test_a_shard_is_converted_by_slices_into_the_dtype_of_its_parameter(tmp_path: Path) -> None:
+    full = torch.randn(6, 4)
+    save_file({"w": full.bfloat16()}, tmp_path / "model.safetensors")
+    layout, mesh = Layout("w", (6, 4), (("tp", Shard(1)),)), Mesh({"tp": 2}, rank=1)
+    read = SafetensorsSource(tmp_path).read_as("w", layout, mesh, torch.float64, window=Window((2, 2), (3, 0)))
+    assert torch.equal(read, full.bfloat16().double()[3:5, 2:])

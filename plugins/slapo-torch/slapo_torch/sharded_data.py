@@ -120,7 +120,7 @@ class ShardedModel:
         mesh: of the ranks that share parameters.
         policy: the MixedPrecisionPolicy of the unit at a path; None for the default of torch.
         fill: is called with each unit before it is sharded; None: all parameters have their values.
-        root: a module above the model, whose unit holds what is left; None: the model is a unit itself.
+        root: a module above the model, whose unit holds the other parameters; None: the model is a unit itself.
     """
 
     def __init__(

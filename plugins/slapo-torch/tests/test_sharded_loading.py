@@ -80,9 +80,9 @@ def train(make: Any, mesh: dict[str, int], weights: str | None, **options: Any) 
     ("make", "mesh"),
     [
         (bert, {"dp": 2}),
-        pytest.param(llama, {"dp": 2}, marks=pytest.mark.breadth),
-        pytest.param(llama, {"dp_replicate": 2, "dp": 2}, marks=pytest.mark.breadth),
-        pytest.param(llama, {"dp": 2, "tp": 2}, marks=pytest.mark.breadth),
+        (llama, {"dp": 2}),
+        (llama, {"dp_replicate": 2, "dp": 2}),
+        (llama, {"dp": 2, "tp": 2}),
     ],
     ids=["bert", "llama", "hsdp", "with tp"],
 )

@@ -313,10 +313,10 @@ def _checksums(path: Path, chunks: Iterable[int]) -> Iterable[int]:
 
 
 def checksum(stream: Any, size: int) -> int:
-    """Return the CRC-32 of the next bytes of a file, read in small pieces."""
+    """Return the CRC-32 of the next bytes of a file, a MiB at a time."""
     crc = 0
-    while size and (piece := stream.read(min(size, 1 << 20))):
-        crc, size = zlib.crc32(piece, crc), size - len(piece)
+    while size and (read := stream.read(min(size, 1 << 20))):
+        crc, size = zlib.crc32(read, crc), size - len(read)
     return crc
 
 

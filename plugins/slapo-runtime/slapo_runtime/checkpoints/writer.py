@@ -1,6 +1,6 @@
 """Write checkpoints: one file a rank, then the descriptions that make them one checkpoint.
 
-The files are those of ``torch.distributed.checkpoint``: ``__<rank>_0.distcp`` with one ``torch.save`` for each
+The files have the form of ``torch.distributed.checkpoint``: ``__<rank>_0.distcp`` with one ``torch.save`` for each
 rectangle, and ``.metadata``, which ``torch.distributed.checkpoint.load`` reads.
 """
 
@@ -63,7 +63,7 @@ class RankFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._stream is not None:
-            with contextlib.suppress(OSError):  # what is not written yet is of a file that failed before
+            with contextlib.suppress(OSError):  # the rest of a file whose writing failed before
                 self._stream.close()
 
     def write(self, data: Any) -> int:
@@ -80,10 +80,10 @@ class RankFile:
         assert self._stream is not None
         start = 0
         while start < len(view):
-            piece = view[start : start + CHUNK - self._size % CHUNK]
-            self._stream.write(piece)
-            self._crc = zlib.crc32(piece, self._crc)
-            start, self._size = start + len(piece), self._size + len(piece)
+            part = view[start : start + CHUNK - self._size % CHUNK]
+            self._stream.write(part)
+            self._crc = zlib.crc32(part, self._crc)
+            start, self._size = start + len(part), self._size + len(part)
             if self._size % CHUNK == 0:
                 self._sums.append(self._crc)
                 self._crc = 0
@@ -201,8 +201,8 @@ class Completion:
 
 def _sums(stream: IO[bytes]) -> tuple[int, ...]:
     found = []
-    while piece := stream.read(CHUNK):
-        found.append(zlib.crc32(piece))
+    while part := stream.read(CHUNK):
+        found.append(zlib.crc32(part))
     return tuple(found)
 
 

@@ -96,7 +96,7 @@ def slices(offset: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:
 def window_of(tensor: torch.Tensor, mesh: Mesh | None) -> Window | None:
     """Return this rank's window of a DTensor, without communication.
 
-    None for a plain tensor, and for a DTensor that is split over other dimensions than those of ``mesh``.
+    None for a plain tensor, and for a DTensor that is split over other dimensions than ``mesh`` has.
     """
     if mesh is None or not is_distributed(tensor) or not set(sharded_over(tensor)) <= set(mesh.sizes):
         return None

@@ -83,9 +83,13 @@ class _Matrix:
         self.is_stepped = shard.grad is not None
         if shard.grad is None:
             return
-        value, gradient = self.full(shard), self.full(shard.grad)
+        value = self.full(shard)
         if self.own is not None:
-            self.own.data, self.own.grad = value, gradient
+            self.own.data = value
+        del value  # before the gradient: other ranks hold one full tensor at a time
+        gradient = self.full(shard.grad)
+        if self.own is not None:
+            self.own.grad = gradient
 
     def scatter(self) -> None:
         """Give every rank its shard of the owner's parameter, which is freed: a collective."""

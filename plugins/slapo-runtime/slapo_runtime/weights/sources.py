@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,30 +88,6 @@ class WeightsSource(ABC):
     def read_like(self, name: str, layout: Layout, mesh: Mesh | None, like: torch.Tensor | None) -> torch.Tensor:
         """Read as :meth:`read`; of a DTensor ``like``, this rank's rows may be enough, as a DTensor."""
         return self.read(name, layout, mesh)
-
-
-def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | WeightsSource) -> WeightsSource:
-    """Open the ``weights`` of ``build``.
-
-    Args:
-        weights: a directory with safetensors files, one such file, the checkpoint of a step, a directory of them, of
-            which the newest complete one is read, or a mapping of full tensors.
-
-    Raises:
-        WeightsError: there are no weights, or they cannot be read.
-    """
-    if isinstance(weights, WeightsSource):
-        return weights
-    if isinstance(weights, Mapping):
-        return MappingSource(weights)
-    if isinstance(weights, (str, os.PathLike)):
-        from slapo_runtime.checkpoints.reader import open_checkpoint
-
-        return open_checkpoint(weights) or SafetensorsSource(Path(weights))
-    raise WeightsError(
-        f"weights must be a directory, a .safetensors file or a mapping of tensors (got {type(weights).__name__})",
-        hint='build(sch, weights="dir/with/safetensors")',
-    )
 
 
 class MappingSource(WeightsSource):

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import ReplicaError, WeightsError, warn_user
-from slapo_runtime.checkpoints.loading import load_checkpoint
-from slapo_runtime.checkpoints.saving import PendingSave, Saving, save_checkpoint
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.correspondence.reference import TensorSpec
 from slapo_runtime.correspondence.storage import InPlace, LiveTensor, is_distributed
 from slapo_runtime.ranks.exchange import exchange_device
 from slapo_runtime.ranks.world import gather_along, together
 from slapo_runtime.replicas import DIVERGED, DIVERGED_LIVE, compare_all
+from slapo_runtime.weights.checkpoint_source import open_source
+from slapo_runtime.weights.loading import load_checkpoint
 from slapo_runtime.weights.module_state import chosen, extra_states, follow_buffers, is_extra, set_extra_states
+from slapo_runtime.weights.saving import PendingSave, Saving, save_checkpoint
 from slapo_runtime.weights.sharded_checkpoint import load_shards, shards_of
-from slapo_runtime.weights.sources import WeightsSource, check_names, open_source, read_tensor
+from slapo_runtime.weights.sources import WeightsSource, check_names, read_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -55,7 +55,7 @@ class Saving:
     Attributes:
         steps: the number of training steps, of the checkpoints that were loaded too.
         attached: objects that are saved and resumed too, by name.
-        pending: the asynchronous save that nobody has waited for.
+        pending: the last asynchronous save, before a wait for it.
         worker: the process that writes asynchronous saves, once there was one.
     """
 

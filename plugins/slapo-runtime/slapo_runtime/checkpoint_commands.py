@@ -97,7 +97,7 @@ def export(
     """
     import torch
 
-    from slapo_runtime.checkpoints.reader import CheckpointSource
+    from slapo_runtime.weights.checkpoint_source import CheckpointSource, open_source
     from slapo_runtime.weights.files import replacing, stale_weights
     from slapo_runtime.weights.safetensors_files import (
         INDEX_FILE,
@@ -107,7 +107,7 @@ def export(
         file_names,
         write_index,
     )
-    from slapo_runtime.weights.sources import SafetensorsSource, open_source
+    from slapo_runtime.weights.sources import SafetensorsSource
 
     limit, wanted = parse_bytes(max_shard_size, name="--max-shard-size"), getattr(torch, dtype or "float32", None)
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:

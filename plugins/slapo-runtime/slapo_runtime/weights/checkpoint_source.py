@@ -10,11 +10,20 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import torch
 
 from slapo_core.errors import WeightsError
-from slapo_runtime.checkpoints.manifest import Manifest, StoredChunk, check_files, newest_checkpoint, overlap
+from slapo_runtime.checkpoints.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    StoredChunk,
+    check_files,
+    newest_checkpoint,
+    overlap,
+    read_manifest,
+)
 from slapo_runtime.correspondence.storage import Window, blocks, from_window, window_of
 from slapo_runtime.private import file_view
 from slapo_runtime.weights.module_state import unpacked
-from slapo_runtime.weights.sources import WeightsSource
+from slapo_runtime.weights.sources import MappingSource, SafetensorsSource, WeightsSource
 
 if TYPE_CHECKING:
     from slapo_core.layout import Layout, Mesh
@@ -142,6 +151,28 @@ class CheckpointSource(WeightsSource):
         return tensor
 
 
+def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | WeightsSource) -> WeightsSource:
+    """Open the ``weights`` of ``build``.
+
+    Args:
+        weights: a directory with safetensors files, one such file, the checkpoint of a step, a directory of them, of
+            which the newest complete one is read, or a mapping of full tensors.
+
+    Raises:
+        WeightsError: there are no weights, or they cannot be read.
+    """
+    if isinstance(weights, WeightsSource):
+        return weights
+    if isinstance(weights, Mapping):
+        return MappingSource(weights)
+    if isinstance(weights, (str, os.PathLike)):
+        return open_checkpoint(weights) or SafetensorsSource(Path(weights))
+    raise WeightsError(
+        f"weights must be a directory, a .safetensors file or a mapping of tensors (got {type(weights).__name__})",
+        hint='build(sch, weights="dir/with/safetensors")',
+    )
+
+
 def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointSource | None:
     """Open the weights of a checkpoint: of a step's directory, or of the newest complete one in a directory.
 
@@ -155,8 +186,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointSource | None:
 
 def is_step(directory: Path) -> bool:
     """Return whether a directory is the complete checkpoint of a step."""
-    from slapo_runtime.checkpoints.manifest import FORMAT, MANIFEST, read_manifest
-
     return (directory / MANIFEST).is_file() and read_manifest(directory)["format"] >= FORMAT
 
 

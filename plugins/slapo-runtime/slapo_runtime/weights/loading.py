@@ -12,8 +12,6 @@ import torch
 
 from slapo_core.errors import WeightsError, warn_user
 from slapo_runtime.checkpoints.manifest import MANIFEST, Manifest, newest_checkpoint, read_manifest
-from slapo_runtime.checkpoints.reader import CheckpointSource
-from slapo_runtime.checkpoints.saving import replica_of
 from slapo_runtime.ranks.consistency import restore
 from slapo_runtime.ranks.world import World, together
 from slapo_runtime.weights.checkpoint import (
@@ -23,8 +21,10 @@ from slapo_runtime.weights.checkpoint import (
     prepare_optimizer,
     warn_of_unused,
 )
+from slapo_runtime.weights.checkpoint_source import CheckpointSource
 from slapo_runtime.weights.files import located
 from slapo_runtime.weights.module_state import chosen, resized, set_extra_states
+from slapo_runtime.weights.saving import replica_of
 from slapo_runtime.weights.sources import check_names, read_tensor
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class _Load:
             except Exception as error:
                 raise WeightsError(
                     f"{label} was loaded in part, because reading it failed: {error}",
-                    hint="engine.load(directory) of a whole checkpoint, before the next step",
+                    hint="engine.load(directory) of a complete checkpoint, before the next step",
                 ) from error
         set_extra_states(self._state.correspondence, self._extra)
 
