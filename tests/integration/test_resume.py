@@ -14,7 +14,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_runtime import engine
-from slapo_runtime.checkpoints import loading
+from slapo_runtime.weights import loading
 from slapo_testing import preload_modules, run_ranks
 from tests.integration.dialects import state_cells
 from tests.integration.dialects.layouts import LAYOUTS
