@@ -17,6 +17,7 @@ import random
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -230,17 +231,12 @@ def left_by(kill: Kill, expected: Mapping[int, Mapping[str, torch.Tensor]]) -> L
         ranks = [context.Process(target=trained, args=(rank, directory, kill, store.port)) for rank in range(2)]
         for process in ranks:
             process.start()
-        for process in ranks:
-            process.join(120)
-        hung = [process.pid for process in ranks if process.is_alive()]
-        for process in ranks:
-            process.kill()
-            process.join()
+        is_hung = not ended(ranks)
         came = Path(directory, "killed").exists()
         reported = max((int(file.name.partition("-")[2]) for file in Path(directory).glob("complete-*")), default=0)
         newest = newest_checkpoint(Path(directory, "runs"))
         found = (step_of(newest) or 0) if newest is not None else 0
-        problem = f"processes hung: {hung}" if hung else ""
+        problem = "processes hung" if is_hung else ""
         if not came and any(process.exitcode for process in ranks):
             problem = "a rank failed without a kill"
         if found < reported:
@@ -248,6 +244,20 @@ def left_by(kill: Kill, expected: Mapping[int, Mapping[str, torch.Tensor]]) -> L
         elif newest is not None:
             problem = problem or wrong(newest.parent, found, expected)
         return Left(kill, came, found, reported, problem)
+
+
+def ended(ranks: Sequence[Any]) -> bool:
+    """Wait for the ranks; end them as a launcher does, some seconds after one of them failed."""
+    deadline = time.monotonic() + 120
+    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+        if any(process.exitcode for process in ranks):
+            deadline = min(deadline, time.monotonic() + 20)
+        time.sleep(0.05)
+    in_time = all(process.exitcode is not None for process in ranks) or any(process.exitcode for process in ranks)
+    for process in ranks:
+        process.kill()
+        process.join()
+    return in_time
 
 
 def wrong(runs: Path, found: int, expected: Mapping[int, Mapping[str, torch.Tensor]]) -> str:
@@ -315,8 +325,8 @@ def table(found: Sequence[Left]) -> dict[str, Any]:
         "torn taken": sum(left.problem.startswith("torn") for left in found),
         "lost": sum(left.problem.startswith("lost") for left in found),
         "with a problem": sum(bool(left.problem) for left in found),
-        "by call": dict(collections.Counter(f"{left.kill.call}, {left.kill.who}" for left in killed)),
-        "all": [line(left) for left in killed],
+        "runs by call": dict(collections.Counter(f"{left.kill.call}, {left.kill.who}" for left in found)),
+        "all": [line(left) for left in found],
     }
 
 
