@@ -73,6 +73,7 @@ DISTRIBUTIONS = (
 """The project's distributions, which own their names whether or not they are installed."""
 
 OWNERS = {
+    ("commands", "checkpoint"): "slapo-runtime",
     ("commands", "device"): "slapo-estimate",
     ("commands", "patterns"): "slapo-graph",
     ("commands", "plugins.check"): "slapo-testing",

@@ -224,7 +224,7 @@ def train(
         is_updating = whether
 
     def number() -> float | None:
-        """Return what is read for an unknown number; None in the model's passes."""
+        """Return the assumption for an unknown number; None in the model's passes."""
         if is_updating:
             return assumptions.number()  # e.g. the norm of an update
         return assumptions.no_overflow() if position.step == "optimizer" or not is_torch else None

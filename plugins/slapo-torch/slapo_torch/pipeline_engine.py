@@ -222,7 +222,7 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
             everywhere = _paths(schedule.model, [stage.module for stage in partition.stages])
             precision.install(units_of_stages(schedule, everywhere) if precision.gathers else ())
             self._part = self._context.part(partition)
-            self._context.forget_stages()
+        self._context.forget_stages()  # they hold the full parameters
         return sharded
 
     # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------
