@@ -82,7 +82,7 @@ class Replicas:
         hold: called with the memory of gradients.
 
     Raises:
-        EstimateError: options that change what is kept or sent, in ways that are not known.
+        EstimateError: options with unknown effects on memory or messages.
 
     Source: ``torch/nn/parallel/distributed.py`` and ``torch/csrc/distributed/c10d/reducer.cpp``.
     """
