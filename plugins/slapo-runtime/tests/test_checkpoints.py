@@ -62,6 +62,20 @@ class Sampler:
         self.position = state["position"]
 
 
+def test_later_checkpoints_of_another_training_stay_and_are_named(tmp_path: Path, message: Messages) -> None:
+    former, engine = built(), built(seed=1)
+    for _ in range(3):
+        train(former)
+    former.save(tmp_path)
+    for _ in range(2):
+        train(engine)
+        with pytest.warns(UserWarning, match="of another training") as caught:
+            engine.save(tmp_path, keep=1)
+    message(str(caught[-1].message), "step-00000003", "of a later step than this one (2)")
+    assert [one.name for one in step_directories(tmp_path)] == ["step-00000002", "step-00000003"]
+    assert equal(stored(tmp_path), weights(former))
+
+
 def test_steps_are_counted_kept_and_resumed_with_what_is_attached(tmp_path: Path, message: Messages) -> None:
     engine, sampler = built(), Sampler(7)
     engine.attach("sampler", sampler)

@@ -239,12 +239,15 @@ def remove_checkpoint(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)  # the rest is not a checkpoint any more
 
 
-def keep_newest(directory: Path, keep: int) -> None:
-    """Remove all but the newest complete checkpoints, and what interrupted saves left before the newest."""
-    complete = [one for one in step_directories(directory) if is_complete(one)]
-    kept = set(complete[-keep:])
-    for one in step_directories(directory):
-        if one not in kept and complete and step_of(one) <= step_of(complete[-1]):  # type: ignore[operator]
+def keep_newest(directory: Path, keep: int, *, step: int) -> None:
+    """Remove all but the newest complete checkpoints up to a step, and what interrupted saves left before it.
+
+    Later ones are of another training: they stay.
+    """
+    own = [one for one in step_directories(directory) if step_of(one) <= step]  # type: ignore[operator]
+    kept = [one for one in own if is_complete(one)][-keep:]
+    for one in own:
+        if one not in kept:
             remove_checkpoint(one)
 
 

@@ -195,7 +195,7 @@ class Completion:
             file.unlink()
         directory = settle_step(self.directory)
         if self.keep is not None:
-            keep_newest(directory.parent, self.keep)
+            keep_newest(directory.parent, self.keep, step=self.step)
         return directory
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from slapo_core.errors import ArgumentError, BuildError, RankMismatchError
-from slapo_runtime.checkpoints.manifest import begin_step, remove_checkpoint
+from slapo_core.errors import ArgumentError, BuildError, RankMismatchError, warn_user
+from slapo_runtime.checkpoints.manifest import begin_step, newest_checkpoint, remove_checkpoint, step_of
 from slapo_runtime.checkpoints.worker import Staged, Worker
 from slapo_runtime.checkpoints.writer import Completion, RankFile
 from slapo_runtime.ranks.consistency import torch_states
@@ -214,8 +214,14 @@ class _Save:
         with self._world.together(self._what):
             if self._is_first:
                 with writing(self.root):
+                    newest = newest_checkpoint(self.root)
                     self.directory = begin_step(self.root, self._steps)
                     write_configurations(state.correspondence.tree.root, self.directory)
+                if newest is not None and step_of(newest) > self._steps:  # type: ignore[operator]
+                    warn_user(
+                        f"'{newest}' is of a later step than this one ({self._steps}), of another training: "
+                        "engine.load takes the later one; save into another directory, or remove it",
+                    )
         self.directory, self.identifier = self._world.gather((self.directory, self.identifier))[0]
 
     def write(self, shards: Iterator[OwnShard], completion: Completion) -> None:
