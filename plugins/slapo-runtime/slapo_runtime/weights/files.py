@@ -1,18 +1,15 @@
-"""Write files of weights: safetensors with their index, checkpoints with their manifest."""
+"""Write files of weights: safetensors with their index, replaced together, and configurations."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 import re
 import shutil
-import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -132,56 +129,6 @@ def _with_class(config: Any, model: nn.Module, dtype: torch.dtype | None) -> Any
 _CHUNK = 64 << 20  # bytes of one checksum
 
 
-class Writer:
-    """Write a checkpoint; a context manager that writes nothing without :meth:`finish`.
-
-    Args:
-        directory: of the checkpoint.
-        files: the names of all possible files; the first is always written.
-        last: the name of the description.
-    """
-
-    def __init__(self, directory: Path, files: Sequence[str], *, last: str) -> None:
-        self._directory, self._files, self._last = directory, files, last
-        self._identifier = uuid.uuid4().hex
-        self._written: list[str] = []
-        self._stack = contextlib.ExitStack()
-        self._new = Path()
-
-    def __enter__(self) -> Writer:
-        self._new = self._stack.enter_context(replacing(self._directory, last=self._last))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
-
-    def write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write tensors by name; an empty file is left out."""
-        from safetensors.torch import save_file
-
-        if tensors or name == self._files[0]:
-            metadata = {"format": "pt", "slapo_checkpoint": self._identifier}
-            save_file(_unshared(tensors), self._new / name, metadata=metadata)
-            self._written.append(name)
-
-    def finish(self, model: nn.Module, about: Mapping[str, Any]) -> None:
-        """Write the description, and move all files into their places.
-
-        Args:
-            model: the reference model, for its configurations.
-            about: further entries of the description.
-        """
-        sums = {name: list(checksums(self._new / name)) for name in sorted(self._written)}
-        manifest = {**about, "id": self._identifier, "files": sorted(self._written), "checksums": sums}
-        write_configurations(model, self._new)
-        (self._new / self._last).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-        self._stack.close()
-        for name in set(self._files) - set(self._written):
-            (self._directory / name).unlink(missing_ok=True)  # of an earlier checkpoint
-
-
 def checksums(file: Path, chunks: Iterable[int] | None = None) -> Iterator[int]:
     """Yield the CRC-32 of chunks of 64 MiB of a file, default all."""
     chunks = range(-(-file.stat().st_size // _CHUNK)) if chunks is None else chunks
@@ -189,19 +136,6 @@ def checksums(file: Path, chunks: Iterable[int] | None = None) -> Iterator[int]:
         for number in chunks:
             stream.seek(number * _CHUNK)
             yield zlib.crc32(stream.read(_CHUNK))
-
-
-def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Clone tied tensors, as the format requires."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        result[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
-        seen.add(id(tensor))
-    return result
-
-
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 def export_plain(
@@ -228,6 +162,9 @@ def export_plain(
         write_index(path, total, {key: name for name, shard in zip(names, shards, strict=True) for key in shard})
     for name in stale_weights(path, keep=[*names, INDEX_FILE] if len(names) > 1 else names):
         (path / name).unlink()
+
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 def stale_weights(directory: Path, *, keep: Sequence[str]) -> list[str]:
