@@ -95,10 +95,11 @@ def test_an_engine_trains_saves_and_resumes_and_transformers_reads_it(tmp_path: 
             each.train_step({"input_ids": tokens, "labels": tokens})
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(engine.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
-    engine.save(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
+    engine.save(tmp_path / "checkpoints")
+    engine.export(tmp_path / "exported")
+    again = type(model).from_pretrained(tmp_path / "exported")
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in engine.state_dict().items())
-    engine.load(tmp_path)
+    engine.load(tmp_path / "checkpoints")
 
 
 def test_other_modes_are_recorded_after_the_merge() -> None:

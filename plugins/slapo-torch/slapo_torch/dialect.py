@@ -74,6 +74,12 @@ class TorchDialect(Dialect):
     accumulates: ClassVar[bool] = True
     takes_tensors: ClassVar[bool] = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give a ``build`` of a subclass a model with values, unless it takes the tensors itself."""
+        super().__init_subclass__(**kwargs)
+        if "build" in vars(cls) and "takes_tensors" not in vars(cls):
+            cls.takes_tensors = False
+
     def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
         mesh = schedule.mesh
         pp = mesh.size("pp") if mesh is not None else 1

@@ -217,11 +217,10 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
         sharded = ShardedStages(schedule.model, own, mesh, policy=precision.policy)
         sharded.take_over(self.optimizer)
         self._state.tensors()  # shards take over the layouts of the parameters in whose place they are
-        self._part = None
         if precision.preset is not None:
             everywhere = _paths(schedule.model, [stage.module for stage in partition.stages])
             precision.install(units_of_stages(schedule, everywhere) if precision.gathers else ())
-            self._part = self._context.part(partition)
+        self._part = self._context.part(partition)
         self._context.forget_stages()  # they hold the full parameters
         return sharded
 
