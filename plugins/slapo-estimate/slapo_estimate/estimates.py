@@ -65,7 +65,7 @@ def estimate(
         timeout: seconds for each kind of rank.
         config: options of the target, as for :func:`slapo_core.build`, and its further arguments: for ``"torch"``, e.g.
             ``data_parallel="fsdp"``, ``precision="bf16-mixed"``; with several ranks along ``pp`` options of the
-            pipeline alone, e.g. ``microbatches=8``, ``pipeline_schedule="1f1b"``.
+            dialect and ``max_grad_norm`` alone, e.g. ``microbatches=8``, ``pipeline_schedule="1f1b"``.
 
     Raises:
         ArgumentError: an argument is invalid, or a batch is missing.

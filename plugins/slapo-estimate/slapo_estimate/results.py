@@ -193,10 +193,12 @@ class Assumptions:
                 "what offload=True keeps in the memory of the CPU counts, too, and copies to the device take no time"
             ] = None
 
-    def pipeline(self, microbatches: int, mesh: Mapping[str, int], *, timed: bool) -> None:
+    def pipeline(self, microbatches: int, mesh: Mapping[str, int], *, timed: bool, sharded: bool) -> None:
         """Record the micro-batches and waiting times of a pipeline."""
         self._found[f"a step of the pipeline has {microbatches} micro-batches (microbatches={microbatches})"] = None
-        if mesh.get("dp", 1) > 1:
+        if sharded:
+            self._found["a step gathers the parameters of stages once, and reduces their gradients once"] = None
+        elif mesh.get("dp", 1) > 1:
             self._found["replicas exchange gradients after the pipeline's schedule, in buckets"] = None
         if timed:
             self._found[

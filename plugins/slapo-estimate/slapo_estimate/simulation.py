@@ -62,14 +62,17 @@ _HOME = torch.device("cpu")
 
 
 def without_memory(schedule: Schedule, mode: FakeTensorMode, values: KnownValues) -> None:
-    """Replace the tensors of the scheduled model by fake ones, in place; ties and layouts stay."""
+    """Replace the tensors of the scheduled model by fake ones, in place; ties and layouts stay.
+
+    Those of other pipeline ranks become placeholders on the meta device.
+    """
     correspondence, _ = Correspondence.of(schedule)
     Internals(schedule).tree.tensors.keep_shapes(True)
     edit = Internals(schedule).edit()
     for live in correspondence.live():
         node = Internals(schedule).node(live.path)
         install = edit.set_parameter if live.is_parameter else edit.set_buffer
-        install(node, live.own_name, _fake(live.tensor, mode, values))
+        install(node, live.own_name, _fake(live.tensor, mode, values) if live.is_local else live.tensor.to("meta"))
     for module in schedule.model.modules():
         for name, buffer in buffers_of(module).items():  # non-persistent buffers
             if buffer is not None and not isinstance(buffer, FakeTensor):
@@ -309,7 +312,8 @@ def simulate(request: Request) -> RankResult | SlapoError:
         if not is_torch:
             assumptions.target(request.target)
         elif pipeline is not None:
-            assumptions.pipeline(len(batches), request.mesh or {}, timed=request.device is not None)
+            is_sharded = pipeline.plan.config["data_parallel"] == "fsdp"
+            assumptions.pipeline(len(batches), request.mesh or {}, timed=request.device is not None, sharded=is_sharded)
         if request.device is not None:
             assumptions.seconds(request.device)
         # DeepSpeed and Megatron compare data pointers of parameters and buckets, here on the CPU: there is no kernel.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +26,14 @@ from slapo_estimate.private import (
 )
 from slapo_estimate.trackers import ObserverMode
 from slapo_estimate.values import KnownValues, hide_fake_tensors
-from slapo_runtime.batches import bound_batch, micro_batches
+from slapo_runtime.batches import bound_batch, in_mode, micro_batches
 from slapo_runtime.build import UserArguments, simulated_step, stages_of_build
 from slapo_runtime.build_target import BuildTarget
 from slapo_runtime.correspondence import Correspondence, placement_of
-from slapo_runtime.gradients import TiedGradients
+from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.losses import LossCall
 from slapo_runtime.ranks.world import simulated_rank
-from slapo_runtime.stages import StagedModel, needing
+from slapo_runtime.stages import StagedModel, ask, needing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -322,23 +322,27 @@ def hold_gradients(parameters: Iterable[nn.Parameter], memory: MemoryTracker) ->
             parameter.register_post_accumulate_grad_hook(lambda p: memory.hold([p.grad], "gradients"))
 
 
+class _Gathered:
+    """Count full parameters that units of ``fully_shard`` gather as parameters, and their gradients as gradients."""
+
+    def __init__(self, memory: MemoryTracker) -> None:
+        self._memory = memory
+        self._known: set[int] = set()
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
+        gathered = list(parameters)
+        self._memory.hold(gathered, "parameters")
+        new = [one for one in gathered if id(one) not in self._known]
+        self._known.update(map(id, new))
+        hold_gradients(new, self._memory)
+
+
 def _hold_gathered(model: nn.Module, memory: MemoryTracker) -> bool:
-    """Count full parameters that units of ``fully_shard`` gather as parameters, and their gradients as gradients.
-
-    Returns:
-        whether there are units.
-    """
-    known: set[int] = set()
-
-    def gathered(module: nn.Module, _: Any) -> None:
-        memory.hold(module.parameters(), "parameters")
-        new = [one for one in module.parameters() if id(one) not in known]
-        known.update(map(id, new))
-        hold_gradients(new, memory)
-
+    """Count what units of ``fully_shard`` gather for their forward, and return whether there are units."""
+    hold = _Gathered(memory)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in units:
-        module.register_forward_pre_hook(gathered)
+        module.register_forward_pre_hook(lambda module, _: hold(module.parameters()))
     return bool(units)
 
 
@@ -378,6 +382,8 @@ class Pipeline:
         batches: the micro-batches.
         dialect: the dialect of target ``"torch"``.
         plan: the plan of the dialect.
+        precision: the types of the stages; see ``TorchDialect.stage_precision``.
+        max_grad_norm: as for :func:`slapo_core.build`.
     """
 
     staged: StagedModel
@@ -385,6 +391,8 @@ class Pipeline:
     batches: list[Any]
     dialect: Any
     plan: Plan
+    precision: Any
+    max_grad_norm: float | None = None
 
     @property
     def share(self) -> float:
@@ -415,17 +423,23 @@ def pipeline_of(schedule: Schedule, request: Request) -> Pipeline:
 
     Raises:
         BuildError: see :func:`slapo_core.build`: stages, mesh, options or batch do not fit each other.
-        EstimateError: replicas hold shards of the stages' parameters, or ``precision`` is given.
+        EstimateError: ``precision`` is ``"fp16-mixed"``.
         TraceError: the model cannot be cut there.
     """
-    arguments = UserArguments(optimizer=request.optimizer, loss=request.loss, accumulate=request.accumulate)
+    arguments = UserArguments(
+        optimizer=request.optimizer,
+        loss=request.loss,
+        accumulate=request.accumulate,
+        max_grad_norm=request.config.get("max_grad_norm"),
+    )
+    arguments.check()
     target = BuildTarget("torch", schedule)
-    plan = target.plan(schedule, request.config, arguments.for_plan())
-    options = [name for name in ("data_parallel", "precision") if plan.config[name] not in (None, "ddp")]
-    if options:
+    config = {name: value for name, value in request.config.items() if name != "max_grad_norm"}
+    plan = target.plan(schedule, config, arguments.for_plan())
+    if plan.config["precision"] == "fp16-mixed":
         raise EstimateError(
-            f"what a pipeline keeps and sends with {options[0]}={plan.config[options[0]]!r} is not known",
-            hint='mesh={"pp": 1, ...} for the same model in one stage; or leave it out',
+            "what a pipeline keeps and sends with precision='fp16-mixed' is not known",
+            hint='precision="bf16-mixed", which has no GradScaler; or mesh={"pp": 1, ...} for the model in one stage',
         )
     count, axes = plan.config["microbatches"], plan.config["batch_axes"]
     if request.accumulate > 1:
@@ -440,10 +454,27 @@ def pipeline_of(schedule: Schedule, request: Request) -> Pipeline:
     assert found is not None
     staged, ranks = found
     Internals(schedule).tree.tensors.placement = placement_of(correspondence, staged.partition, ranks)
+    dialect: Any = target.dialect
+    precision = dialect.stage_precision(plan, schedule, staged.partition, device=torch.device("cpu"))
+    if plan.config["precision"] is not None:
+        staged = _cut_in(precision, schedule, request)
     if request.loss is None:
         loss = staged.partition.output.loss
         staged = needing(schedule, staged, (loss,) if loss is not None else ())
-    return Pipeline(staged, ranks, batches, target.dialect, plan)
+    return Pipeline(staged, ranks, batches, dialect, plan, precision, arguments.max_grad_norm)
+
+
+def _cut_in(precision: Any, schedule: Schedule, request: Request) -> StagedModel:
+    """Store the parameters in a precision, and cut the model again with the types in which it computes."""
+    for live in Correspondence.of(schedule)[0].live():
+        dtype = precision.wanted(live) if live.is_parameter else None
+        if dtype is not None:
+            live.tensor.data = live.tensor.data.to(dtype)
+    inputs = bound_batch(schedule.model, schedule.example_inputs, for_loss=request.loss is not None)
+    with in_mode(list(schedule.model.modules()), training=True), precision.lowered():
+        staged = ask(schedule, precision.prepare(inputs))
+    assert staged is not None
+    return staged
 
 
 def train_stages(
@@ -464,14 +495,17 @@ def train_stages(
     position, memory, group = trackers.position, trackers.memory, schedule.mesh.group("pp")
     assert group is not None
     correspondence, _ = Correspondence.of(schedule)
-    here = [live.tensor for live in correspondence.live() if live.is_local]
     rank = schedule.mesh.rank("pp")
-    own = [stage for stage in pipeline.staged.partition.stages if pipeline.ranks[stage.index] == rank]
-    parameters = [one for one in here if isinstance(one, nn.Parameter)]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    own = [stage.module for stage in pipeline.staged.partition.stages if pipeline.ranks[stage.index] == rank]
     call = LossCall(schedule.model, request.loss)
     inputs = [bound_batch(schedule.model, batch, for_loss=request.loss is not None) for batch in batches]
     assemble = pipeline.staged.partition.output.assemble
+
+    def here() -> list[torch.Tensor]:
+        return [live.tensor for live in correspondence.live() if live.is_local]
+
+    def parameters() -> list[nn.Parameter]:
+        return [one for one in here() if isinstance(one, nn.Parameter)]
 
     def loss(number: int, made: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return call.loss_of(assemble(made), batches[number])
@@ -480,8 +514,11 @@ def train_stages(
         position.begin("backward" if " in the backward " in what else "forward")
 
     attribute_steps(schedule.model, list(Internals(schedule).entries()), position)
-    with mode:
-        optimizer = optimizer_of(parameters, request) if parameters else None
+    with mode, memory.watching(), simulated_rank():
+        optimizer = optimizer_of(parameters(), request) if parameters() else None
+        sharded = pipeline.dialect.shard_stages(pipeline.plan, schedule, own, pipeline.precision)
+        if sharded is not None:
+            sharded.take_over(optimizer)
         runner = pipeline.dialect.stage_runner(
             pipeline.plan,
             pipeline.staged,
@@ -490,23 +527,39 @@ def train_stages(
             group=group,
             device=torch.device("cpu"),
         )
-        buffers = [one for one in here if not isinstance(one, nn.Parameter)]
-        buffers += [buffer for stage in own for buffer in stage.module.buffers()]
-        hold_tensors(parameters, buffers, batches, memory)
+        buffers = [one for one in here() if not isinstance(one, nn.Parameter)]
+        buffers += [buffer for module in own for buffer in module.buffers()]
+        trained = [parameter for parameter in parameters() if parameter.requires_grad]
+        hold_tensors(parameters(), buffers, batches, memory)
         hold_gradients(trained, memory)
         tied = TiedGradients(correspondence)
+        clips = pipeline.max_grad_norm
+        clipper = None if clips is None else GradientClipper(correspondence, clips)
+        hold_full = _Gathered(memory)
         with position.watching(), ObserverMode(trackers.observers(), values):
             for _ in range(2):
                 trackers.begin_step()
                 position.begin("forward")
-                for parameter in trained:
-                    parameter.grad = None
-                begin, finish = pipeline.dialect.averaging(pipeline.plan, runner, trained, schedule.mesh.group("dp"))
-                work = runner.run(inputs, loss, backward=True, at=at, stage_is_over=begin)
-                position.begin("backward")
-                message = torch.zeros(3, dtype=torch.float64)  # the loss, for all ranks of the replica
-                group.allreduce([message]).wait()
-                del work
-                finish()
+                with nullcontext() if sharded is None else sharded.gathered():
+                    if sharded is not None:
+                        hold_full(one for one in schedule.model.parameters() if not one.is_meta)
+                    given = [pipeline.precision.prepare(dict(one)) for one in inputs]
+                    for parameter in trained:
+                        parameter.grad = None
+                    begin, finish = pipeline.dialect.averaging(
+                        pipeline.plan, runner, trained, schedule.mesh.group("dp") if sharded is None else None
+                    )
+                    work = runner.run(given, loss, backward=True, at=at, stage_is_over=begin)
+                    position.begin("backward")
+                    message = torch.zeros(3, dtype=torch.float64)  # the loss, for all ranks of the replica
+                    group.allreduce([message]).wait()
+                    del work
+                    finish()
+                    if sharded is not None:
+                        sharded.reduce_gradients()
+                del given
                 tied.sum_all()
+                position.begin("optimizer")
+                if clipper is not None:
+                    clipper.clip()
                 _step_optimizer(optimizer, trackers)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slapo_core import Mesh, Schedule
     from slapo_runtime.context import BuildContext
     from slapo_runtime.correspondence.storage import LiveTensor
+    from slapo_torch.precision import ModelPrecision
 
 OF_REPLICAS: dict[str, Any] = {"find_unused_parameters": False, "gradient_as_bucket_view": True, "bucket_cap_mb": 25}
 """Options of DistributedDataParallel that have another default here, or that pipelines have, too."""
@@ -31,6 +32,11 @@ OWN_OPTIONS = ("batch_axes", "data_parallel", *OF_SHARDS, *OF_PRECISION)
 def data_ranks(mesh: Mesh | None) -> int:
     """Return the number of ranks that see other samples of a batch: ``dp_replicate`` x ``dp``."""
     return mesh.size("dp_replicate") * mesh.size("dp") if mesh is not None else 1
+
+
+def is_sharded(schedule: Schedule, precision: ModelPrecision, options: Mapping[str, Any]) -> bool:
+    """Return whether ``fully_shard`` holds the parameters, perhaps for a single replica, whose types it casts."""
+    return options["data_parallel"] == "fsdp" and (data_ranks(schedule.mesh) > 1 or precision.gathers)
 
 
 def materialize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import BuildError, Dialect, Plan
@@ -13,6 +13,7 @@ from slapo_torch.data_options import (
     check_shards,
     data_parallel,
     data_steps,
+    is_sharded,
     options_of_replicas,
 )
 from slapo_torch.precision import OPTIONS, checked_precision, precision_steps
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from slapo_core import Engine, Schedule
     from slapo_runtime.context import BuildContext
     from slapo_runtime.stages import StagedModel
+    from slapo_runtime.stages.partition import Partition
+    from slapo_torch.precision import ModelPrecision
     from slapo_torch.running_stage import PipelineRunner
+    from slapo_torch.sharded_data import ShardedStages
 
 
 _PIPELINED: dict[str, Any] = {
@@ -180,6 +184,41 @@ class TorchDialect(Dialect):
         from slapo_torch.replica_gradients import averaging
 
         return averaging(runner, parameters, group, bucket_bytes=plan.config["bucket_cap_mb"] << 20)
+
+    def stage_precision(
+        self, plan: Plan, schedule: Schedule, partition: Partition, *, device: torch.device
+    ) -> ModelPrecision:
+        """Return the types of a pipeline, with its casts installed, for estimates.
+
+        Args:
+            plan: with the options of the precision.
+            schedule: whose model is cut.
+            partition: of the model.
+            device: of the stages.
+        """
+        from slapo_torch.pipeline_engine import borders_of_stages
+        from slapo_torch.precision import ModelPrecision
+
+        precision = ModelPrecision(schedule, plan.config, device)
+        precision.install(borders_of_stages(schedule, partition, precision))
+        return precision
+
+    def shard_stages(
+        self, plan: Plan, schedule: Schedule, stages: Iterable[torch.nn.Module], precision: ModelPrecision
+    ) -> ShardedStages | None:
+        """Put shards in the places of the parameters of a pipeline rank, for estimates; None without shards.
+
+        Args:
+            plan: with the options of the shards.
+            schedule: whose model is cut.
+            stages: the modules of this rank's stages.
+            precision: of the model.
+        """
+        from slapo_torch.sharded_data import shard_stages
+
+        if not is_sharded(schedule, precision, plan.config):
+            return None
+        return shard_stages(schedule, stages, precision, plan.config)
 
     def build(self, plan: Plan, context: BuildContext) -> Engine:
         if context.stage_ranks:

@@ -136,6 +136,12 @@ def units_of_stages(schedule: Schedule, local: Iterable[str]) -> dict[str, Fully
     return {path: unit for path, unit in units.items() if path in here} | rest
 
 
+def called_paths(model: nn.Module, stages: Iterable[nn.Module]) -> list[str]:
+    """Return the paths of the model's modules that are within stages."""
+    called = {id(module) for stage in stages for module in stage.modules()}
+    return [path for path, module in model.named_modules() if id(module) in called]
+
+
 def default_units(model: nn.Module) -> list[str]:
     """The repeated blocks of a model that share no parameter with other modules."""
     shared = shared_names(model)

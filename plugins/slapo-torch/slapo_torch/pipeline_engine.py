@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +14,8 @@ from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import PipelineSteps
 from slapo_runtime.stages.runner import StageCache, step_seed
 from slapo_torch.data_options import data_ranks
-from slapo_torch.fully_shard import units_of_stages
+from slapo_torch.fully_shard import called_paths, units_of_stages
 from slapo_torch.precise_engine import PreciseEngine
-from slapo_torch.precision import with_islands
 from slapo_torch.replica_gradients import averaging
 from slapo_torch.running_stage import PipelineRunner
 from slapo_torch.schedules import schedule_of
@@ -24,10 +23,11 @@ from slapo_torch.schedules import schedule_of
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from slapo_core import Plan
+    from slapo_core import Plan, Schedule
     from slapo_runtime.context import BuildContext
     from slapo_runtime.stages import StagedModel
     from slapo_runtime.stages.partition import Partition
+    from slapo_torch.precision import ModelPrecision
     from slapo_torch.running_stage import PipelineWork
     from slapo_torch.sharded_data import ShardedStages
 
@@ -116,10 +116,10 @@ def gather_output(
     return (None, problem) if problem else (partition.output.assemble(values), "")
 
 
-def _paths(model: nn.Module, stages: Sequence[nn.Module]) -> list[str]:
-    """Return the paths of the model's modules that are within stages."""
-    called = {id(module) for stage in stages for module in stage.modules()}
-    return [path for path, module in model.named_modules() if id(module) in called]
+def borders_of_stages(schedule: Schedule, partition: Partition, precision: ModelPrecision) -> Iterable[str]:
+    """Return the paths of the modules of all ranks whose inputs are cast, for :meth:`ModelPrecision.install`."""
+    everywhere = called_paths(schedule.model, [stage.module for stage in partition.stages])
+    return units_of_stages(schedule, everywhere) if precision.gathers else ()
 
 
 def _joined(parts: list[torch.Tensor], axis: int | None) -> torch.Tensor:
@@ -204,22 +204,16 @@ class PipelineEngine(PipelineSteps, PreciseEngine):
 
     def _shard(self) -> ShardedStages:
         """Put shards into the stages of this rank and into the optimizer; everything that can fail came before."""
-        from slapo_torch.sharded_data import ShardedStages, mesh_of_shards
+        from slapo_torch.sharded_data import shard_stages
 
         schedule, precision = self._context.schedule, self._precision
         prepare = precision.prepare_stored
         partition = self._context.staged_example(self._count, axes=self._axes, prepare=prepare).staged.partition
-        part = self._context.part(partition)
-        local = _paths(schedule.model, [part])
-        units = with_islands(schedule, units_of_stages(schedule, local), self.plan.config)
-        mesh = mesh_of_shards(schedule.mesh, precision.device)
-        own = {path: unit for path, unit in units.items() if path in local}
-        sharded = ShardedStages(schedule.model, own, mesh, policy=precision.policy)
+        own = [stage.module for stage in partition.stages if self._ranks[stage.index] == self._rank]
+        sharded = shard_stages(schedule, own, precision, self.plan.config)
         sharded.take_over(self.optimizer)
         self._state.tensors()  # shards take over the layouts of the parameters in whose place they are
-        if precision.preset is not None:
-            everywhere = _paths(schedule.model, [stage.module for stage in partition.stages])
-            precision.install(units_of_stages(schedule, everywhere) if precision.gathers else ())
+        precision.install(borders_of_stages(schedule, partition, precision))
         self._part = self._context.part(partition)
         self._context.forget_stages()  # they hold the full parameters
         return sharded

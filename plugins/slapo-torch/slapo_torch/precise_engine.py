@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_runtime.engine import StatefulEngine
-from slapo_torch.data_options import data_ranks, materialize
+from slapo_torch.data_options import data_ranks, is_sharded, materialize
 from slapo_torch.grad_scaler import MeshGradScaler
 from slapo_torch.precision import ModelPrecision
 from slapo_torch.seen_dtypes import EnginePrecision, FirstStep
@@ -40,17 +40,17 @@ class PreciseEngine(StatefulEngine):
         """Give the model its values in the types of the precision, and return whether they will be sharded."""
         device, replicas = context.model_device, data_ranks(context.schedule.mesh)
         self._precision = ModelPrecision(context.schedule, plan.config, device)
-        is_sharded = plan.config["data_parallel"] == "fsdp" and (replicas > 1 or self._precision.gathers)
-        by_rows = is_sharded and replicas > 1 and not context.stage_ranks
+        shards = is_sharded(context.schedule, self._precision, plan.config)
+        by_rows = shards and replicas > 1 and not context.stage_ranks
         materialize(context, by_rows=by_rows, dtype=self._precision.wanted)
         preset = self._precision.preset
         if preset is None:
-            return is_sharded
+            return shards
         self.precision = EnginePrecision(preset.name, self._precision.islands)
         self._first = FirstStep(context.schedule, self._precision)
         if preset.scales_loss:
             self.scaler = MeshGradScaler(device, context.schedule.mesh)
-        return is_sharded
+        return shards
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

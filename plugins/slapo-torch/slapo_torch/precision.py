@@ -237,7 +237,7 @@ class ModelPrecision:
     def __init__(self, schedule: Schedule, options: Mapping[str, Any], device: torch.device) -> None:
         self.preset = PRESETS.get(options["precision"])
         self._model, self.device = schedule.model, device
-        self._elsewhere: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] | None = None
+        self._elsewhere: list[_Types] | None = None
         self.islands = islands_of(schedule.model, options["fp32"]) if self.preset is not None else ()
         self.uses_autocast = self.is_mixed and options["data_parallel"] == "ddp"
 
@@ -317,15 +317,31 @@ class ModelPrecision:
         """Give the placeholders of other pipeline ranks' parameters the types in which those compute."""
         if self._elsewhere is None:
             named = self._model.named_parameters() if self.gathers else ()
-            there = [(self.computed(name), one) for name, one in named if one.is_meta and _is_cast(one)]
-            self._elsewhere = [(one, one.data, one.data.to(dtype)) for dtype, one in there]
-        for parameter, _, lower in self._elsewhere:
-            parameter.data = lower
-        try:
+            self._elsewhere = self._lower((name, one) for name, one in named if one.is_meta)
+        with _exchanged(self._elsewhere):
             yield
-        finally:
-            for parameter, stored, _ in self._elsewhere:
-                parameter.data = stored
+
+    def lowered(self) -> contextlib.AbstractContextManager[None]:
+        """Give all parameters the types in which the forward reads them, to cut a model before it is sharded."""
+        return _exchanged(self._lower(self._model.named_parameters() if self.gathers else ()))
+
+    def _lower(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[_Types]:
+        return [(one, one.data, one.data.to(self.computed(name))) for name, one in named if _is_cast(one)]
+
+
+_Types = tuple[nn.Parameter, torch.Tensor, torch.Tensor]
+"""A parameter, and its data as stored and as computed with."""
+
+
+@contextlib.contextmanager
+def _exchanged(lower: Sequence[_Types]) -> Iterator[None]:
+    for parameter, _, data in lower:
+        parameter.data = data
+    try:
+        yield
+    finally:
+        for parameter, data, _ in lower:
+            parameter.data = data
 
 
 def _is_cast(tensor: torch.Tensor) -> bool:

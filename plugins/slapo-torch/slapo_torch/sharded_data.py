@@ -19,11 +19,13 @@ from slapo_core import ArgumentError, BuildError, MeshError, Schedule, SealedErr
 from slapo_runtime.correspondence.storage import sharded_over
 from slapo_runtime.state import live_state
 from slapo_torch.data_options import check_shards, data_ranks
-from slapo_torch.fully_shard import FullyShard, units_of
+from slapo_torch.fully_shard import FullyShard, called_paths, units_of, units_of_stages
+from slapo_torch.precision import with_islands
 from slapo_torch.private import begin, reduce_accumulated
 
 if TYPE_CHECKING:
     from slapo_core import Mesh
+    from slapo_torch.precision import ModelPrecision
 
 
 Policy = Callable[[str], fsdp.MixedPrecisionPolicy]
@@ -320,3 +322,21 @@ class ShardedStages(ShardedModel):
         finally:
             for unit in self._units:
                 unit.set_requires_gradient_sync(False)
+
+
+def shard_stages(
+    schedule: Schedule, stages: Iterable[nn.Module], precision: ModelPrecision, options: Mapping[str, Any]
+) -> ShardedStages:
+    """Put shards in the places of the parameters of a pipeline rank.
+
+    Args:
+        schedule: whose model is cut; parameters of other ranks are on the meta device.
+        stages: the modules of this rank's stages.
+        precision: of the model.
+        options: of the plan.
+    """
+    local = called_paths(schedule.model, stages)
+    units = with_islands(schedule, units_of_stages(schedule, local), options)
+    own = {path: unit for path, unit in units.items() if path in local}
+    mesh = mesh_of_shards(schedule.mesh, precision.device)
+    return ShardedStages(schedule.model, own, mesh, policy=precision.policy)
