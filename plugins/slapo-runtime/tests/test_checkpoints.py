@@ -198,7 +198,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_end_warns_of_an_error_that_nobody_waited_for(tmp_path: Path) -> None:
+def test_the_end_warns_of_an_error_that_no_wait_raised(tmp_path: Path) -> None:
     worker = Worker()
     worker.start(Staged(tmp_path / "removed", 0, "some", None))
     with pytest.warns(UserWarning, match="asynchronous save is not complete: FileNotFoundError"):

@@ -190,7 +190,7 @@ def _search_path() -> str:
 
 
 def _finish(owner: int, process: subprocess.Popen[bytes], connection: Connection[Any, Any]) -> None:
-    """Wait for the process's work at the end of the interpreter, and warn of errors that nobody waited for."""
+    """Wait for the process's work at the end of the interpreter, and warn of errors that no wait() raised."""
     if os.getpid() != owner:  # a fork, e.g. of a DataLoader
         return
     with contextlib.suppress(OSError):

@@ -122,7 +122,7 @@ class StateTensor:
     places: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_typed: bool
+    is_typed: bool = False
 
 
 @dataclass(frozen=True)
