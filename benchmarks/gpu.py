@@ -142,6 +142,14 @@ rotary embeddings and SwiGLU fused.
 *compiled layers* is `sch["model.layers.*"].compile()`.""",
         TRAINING,
     ),
+    "mixed_precision": Part(
+        "gpu_training:mixed_precision",
+        15,
+        """The same in float32 with one sequence, computed in bfloat16: *eager* by `torch.autocast`, the others by
+`build(..., precision="bf16-mixed")`, which is autocast, too, and with `data_parallel="fsdp"` (of one rank) a cast of
+the gathered parameters.""",
+        TRAINING,
+    ),
     "large_vocabulary": Part(
         "gpu_loss:large_vocabulary",
         15,

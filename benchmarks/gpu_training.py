@@ -1,7 +1,8 @@
-"""A training step of transformers' LLaMA: eager, compiled, by Liger's kernels and by schedules; two parts of gpu.py."""
+"""A training step of transformers' LLaMA: eager, compiled, by Liger's kernels and by schedules; parts of gpu.py."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -63,7 +64,7 @@ class Size:
     batch: int
     length: int
 
-    def model(self, attention: str, device: torch.device) -> nn.Module:
+    def model(self, attention: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The same weights at each call."""
         from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -80,7 +81,7 @@ class Size:
         )
         torch.manual_seed(0)
         with torch.device(device):
-            made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+            made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         return made.train()
 
     def inputs(self, device: torch.device) -> Batch:
@@ -108,6 +109,10 @@ class UnavailableError(Exception):
 
 def eager(model: nn.Module, batch: Batch, compiler: str) -> Step:
     return _loop(model, model, batch)
+
+
+def autocast(model: nn.Module, batch: Batch, compiler: str) -> Step:
+    return _loop(model, model, batch, torch.autocast(batch["input_ids"].device.type, torch.bfloat16))
 
 
 def whole(model: nn.Module, batch: Batch, compiler: str) -> Step:
@@ -149,7 +154,14 @@ def liger(model: nn.Module, batch: Batch, compiler: str) -> Step:
 
 
 def scheduled(
-    model: nn.Module, batch: Batch, compiler: str, *, kernels: bool = False, layers: bool = False, graphs: bool = False
+    model: nn.Module,
+    batch: Batch,
+    compiler: str,
+    *,
+    kernels: bool = False,
+    layers: bool = False,
+    graphs: bool = False,
+    **options: Any,
 ) -> Step:
     """Built for target ``"torch"``.
 
@@ -160,6 +172,7 @@ def scheduled(
         kernels: whether layers are traced, attention and norms replaced, rotary embeddings and SwiGLU fused.
         layers: whether each layer is compiled.
         graphs: whether each layer is launched as a CUDA graph.
+        options: of ``build``.
     """
     sch = slapo.create_schedule(model, mesh={"tp": 1}, example_inputs=batch)
     blocks: Any = sch["model.layers.*"]
@@ -169,16 +182,23 @@ def scheduled(
         blocks.compile(backend=compiler)
     if graphs:
         blocks.cudagraphify()
-    engine = slapo.build(sch, target="torch", optimizer=adamw(model.config.hidden_size))
+    engine = slapo.build(sch, target="torch", optimizer=adamw(model.config.hidden_size), **options)
     return lambda: engine.train_step(batch).loss
 
 
-def _loop(call: Callable[..., Any], model: nn.Module, batch: Batch) -> Step:
+def _loop(
+    call: Callable[..., Any],
+    model: nn.Module,
+    batch: Batch,
+    precision: contextlib.AbstractContextManager[Any] | None = None,
+) -> Step:
+    lowered = precision or contextlib.nullcontext()
     optimizer = adamw(model.config.hidden_size)(model.parameters())
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
-        loss: torch.Tensor = call(**batch).loss
+        with lowered:
+            loss: torch.Tensor = call(**batch).loss
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -205,6 +225,15 @@ WITH_GRAPHS: Variants = {
     "slapo, kernels, CUDA graphs": ("eager", functools.partial(scheduled, kernels=True, graphs=True)),
     "torch.compile, CUDA graphs": ("sdpa", whole_with_graphs),
 }
+MIXED: Variants = {
+    "eager": ("sdpa", autocast),
+    "slapo, bf16-mixed": ("sdpa", functools.partial(scheduled, precision="bf16-mixed")),
+    "slapo, bf16-mixed, fsdp": (
+        "sdpa",
+        functools.partial(scheduled, precision="bf16-mixed", data_parallel="fsdp"),
+    ),
+}
+"""In float32, computed in bfloat16; eager is plain torch.autocast."""
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
@@ -219,12 +248,17 @@ def llama_1b(run: Run) -> None:
     compare(run, size, WITHOUT_GRAPHS)
 
 
+def mixed_precision(run: Run) -> None:
+    """A billion parameters in float32: three models with their moments are 45 GB, so that one sequence is left."""
+    compare(run, SMALL if run.small else replace(LARGE, batch=1), MIXED, torch.float32)
+
+
 def launch_bound(run: Run) -> None:
     """Half as wide, one sequence of 512 tokens: kernels shorter than their launches."""
     compare(run, SMALL if run.small else NARROW, WITH_GRAPHS)
 
 
-def compare(run: Run, size: Size, variants: Variants) -> None:
+def compare(run: Run, size: Size, variants: Variants, dtype: torch.dtype = torch.bfloat16) -> None:
     """Train every variant, in turn, as soon as there are two; the rows are kept after each round."""
     product = peak_flops(run)
     nominal = NOMINAL.get(run.setting["device"])
@@ -244,7 +278,9 @@ def compare(run: Run, size: Size, variants: Variants) -> None:
     for name, (attention, make_step) in variants.items():
         row = rows[name] = {"variant": name}
         try:
-            steps[name] = _prepared(run, size, batch, attention, make_step, row)
+            steps[name] = _prepared(
+                run, size, batch, functools.partial(size.model, attention, run.device, dtype), make_step, row
+            )
             require_losses(row["losses"], rows["eager"]["losses"])
         except UnavailableError as why:
             row["failed"] = f"skipped: {why}"
@@ -267,7 +303,12 @@ def compare(run: Run, size: Size, variants: Variants) -> None:
 
 
 def _prepared(
-    run: Run, size: Size, batch: Batch, attention: str, make_step: Callable[..., Step], row: dict[str, Any]
+    run: Run,
+    size: Size,
+    batch: Batch,
+    make_model: Callable[[], nn.Module],
+    make_step: Callable[..., Step],
+    row: dict[str, Any],
 ) -> Callable[[], float]:
     """Give what times the steps of a turn, after three of them; what these took is in the row.
 
@@ -276,7 +317,7 @@ def _prepared(
     held = torch.cuda.memory_allocated() if run.device.type == "cuda" else 0
     meter = MemoryMeter(str(run.device))
     with meter.measuring():
-        model = size.model(attention, run.device)
+        model = make_model()
         run.facts.setdefault("parameters", sum(parameter.numel() for parameter in model.parameters()))
         run.facts.setdefault("flops_per_step", size.flops(run.facts["parameters"]))
         run.synchronize()

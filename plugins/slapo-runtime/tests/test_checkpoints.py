@@ -17,6 +17,7 @@ import torch
 import slapo_core as slapo
 from slapo_runtime.checkpoints import SaveOnSignal
 from slapo_runtime.checkpoints.manifest import is_complete, step_directories
+from slapo_runtime.checkpoints.worker import Staged, Worker
 from slapo_runtime.launcher import run_ranks
 from tests.messages import Messages
 from tests.support.building import adam, batches, real, split
@@ -194,6 +195,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     engine.load(tmp_path)  # waits
     other.load(tmp_path)
     assert other.steps == engine.steps == 2
+
+
+@pytest.mark.slow
+def test_the_end_warns_of_an_error_that_no_wait_raised(tmp_path: Path) -> None:
+    worker = Worker()
+    worker.start(Staged(tmp_path / "removed", 0, "some", None))
+    with pytest.warns(UserWarning, match="asynchronous save is not complete: FileNotFoundError"):
+        del worker
 
 
 def failing_on_one_rank(directory: str, asynchronous: bool) -> list[str]:

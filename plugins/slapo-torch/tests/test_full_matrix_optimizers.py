@@ -112,12 +112,33 @@ def resumed_in_turn(case: str, directory: str) -> dict[str, Any]:
     return found
 
 
+def repeated_after_a_failure() -> tuple[float, float]:
+    """Norms of the gradients of a second step: at once, and after one that failed in the optimizer."""
+    found = []
+    for fails in (False, True):
+        mesh, options = BOTH
+        sch, engine = built("Adafactor", mesh, **options)
+        step(sch, engine, 0)
+        if fails:
+            rates = [group.pop("lr") for group in engine.optimizer.param_groups]
+            with pytest.raises(KeyError):
+                step(sch, engine, 1)
+            for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        found.append(step(sch, engine, 1))
+        engine.close()
+    return found[0], found[1]
+
+
 def everything(directory: str) -> dict[str, Any]:
-    return {case: resumed_in_turn(case, f"{directory}/{case}") for case in CASES}
+    found: dict[str, Any] = {case: resumed_in_turn(case, f"{directory}/{case}") for case in CASES}
+    return {**found, "repeated": repeated_after_a_failure()}
 
 
 def test_full_matrices_are_stepped_from_shards_and_resumed(tmp_path: Path) -> None:
     results = run_ranks(everything, str(tmp_path), world_size=4)
+    for result in results:
+        assert result["repeated"][1] == pytest.approx(result["repeated"][0], rel=1e-12)
     for case in CASES:
         sch, plain = built(case, None)
         norms = [step(sch, plain, number) for number in range(2 * len(CASES[case][3]))]

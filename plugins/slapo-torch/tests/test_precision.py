@@ -422,6 +422,33 @@ def test_fused_adamw_steps_main_weights() -> None:
     assert seen(engine)["moments"] == {"float32"}
 
 
+@pytest.mark.parametrize(("before", "after"), [("bf16", "bf16-mixed"), ("bf16-mixed", "bf16"), ("bf16", None)])
+def test_moments_are_loaded_in_the_type_of_the_precision(tmp_path: Path, before: str, after: str | None) -> None:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+    engine, other = (build(precision=one, optimizer=sgd) for one in (before, after))
+    engine.train_step(make_batches()[0])
+    engine.save(tmp_path)
+    other.load(tmp_path)
+    other.train_step(make_batches()[1])
+    wanted = BF16 if after == "bf16" else FP32
+    assert {one["momentum_buffer"].dtype for one in other.optimizer.state.values()} == {wanted}
+
+
+def test_moments_of_another_type_than_their_parameters_are_loaded_in_it(tmp_path: Path) -> None:
+    engine, other = build(precision="bf16"), build(precision="bf16")
+    engine.train_step(make_batches()[0])
+    for state in engine.optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].float() + 1e-9
+    engine.save(tmp_path)
+    other.load(tmp_path)
+    for own, loaded in zip(engine.optimizer.state.values(), other.optimizer.state.values(), strict=True):
+        assert torch.equal(own["exp_avg"], loaded["exp_avg"])
+        assert loaded["exp_avg"].dtype == FP32
+        assert loaded["exp_avg_sq"].dtype == BF16
+
+
 # -- the scale of the loss ----------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import weakref
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
@@ -189,12 +190,17 @@ def _search_path() -> str:
 
 
 def _finish(owner: int, process: subprocess.Popen[bytes], connection: Connection[Any, Any]) -> None:
-    """Wait for the process's work at the end of the interpreter."""
+    """Wait for the process's work at the end of the interpreter, and warn of errors that no wait() raised."""
     if os.getpid() != owner:  # a fork, e.g. of a DataLoader
         return
     with contextlib.suppress(OSError):
         connection.send("end")
     process.wait()
+    with contextlib.suppress(EOFError, OSError):
+        while connection.poll():
+            _, _, error = connection.recv()
+            if error is not None:
+                warnings.warn(f"an asynchronous save is not complete: {error}", stacklevel=2)
     connection.close()
 
 

@@ -119,6 +119,7 @@ class FullMatrixSteps:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+        optimizer.zero_grad = self._zeroing(optimizer.zero_grad)  # type: ignore[method-assign]
         setattr(optimizer, OWN_STORAGE, self.storage)
 
     def storage(self) -> FullMatrixStorage:
@@ -172,6 +173,15 @@ class FullMatrixSteps:
         taken, self._taken = self._taken, []
         for place, (group, shards) in enumerate(taken):  # load_state_dict makes other groups
             group["params"] = self._optimizer.param_groups[place]["params"] = shards
+
+    def _zeroing(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+        """Reset the gradients of the shards, also after a step that failed."""
+
+        def zero(set_to_none: bool = True) -> None:
+            self._give_back()
+            zero_grad(set_to_none=set_to_none)
+
+        return zero
 
     @torch.no_grad()
     def _before_step(self, *_: Any) -> None:

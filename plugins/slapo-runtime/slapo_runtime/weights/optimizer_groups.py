@@ -116,11 +116,13 @@ class StateTensor:
         places: the ranks along ``pp`` that hold it, ascending.
         shape: of the full tensor.
         dtype: its element type.
+        is_typed: whether that is not the type of its parameter.
     """
 
     places: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_typed: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Moment:
     Args:
         layout: of the full tensor.
         dtype: its type.
+        is_typed: whether that is not the type of its parameter, to which torch would cast it.
         read: reads this rank's shard; a collective over ``partitioned``.
         partitioned: the mesh dimensions over which it is partitioned.
         held: the tensor itself of a torch optimizer, which may be a DTensor; None of another.
@@ -40,6 +41,7 @@ class Moment:
 
     layout: Layout
     dtype: torch.dtype
+    is_typed: bool
     read: Callable[[], torch.Tensor]
     partitioned: tuple[str, ...] = ()
     held: torch.Tensor | None = None
@@ -91,7 +93,9 @@ class OptimizerState:
         """Gather the states of the other pipeline ranks: a collective, before any other call."""
         if self._state.correspondence.placement is None:
             return
-        states = {key: StateTensor((), tuple(one.layout.shape), one.dtype) for key, one in self._tensors.items()}
+        states = {
+            key: StateTensor((), tuple(one.layout.shape), one.dtype, one.is_typed) for key, one in self._tensors.items()
+        }
         is_torch = isinstance(self._storage, TorchOptimizer)
         assert self._mesh is not None
         own = RankState(self._groups, self._scalars, states, is_torch)
@@ -135,14 +139,9 @@ class OptimizerState:
 
     def description(self) -> dict[str, Any]:
         """Return everything but the tensors, as JSON values."""
-        held = {key: (one.layout.shape, one.dtype) for key, one in self._tensors.items()}
-        held |= {key: (one.shape, one.dtype) for key, one in self._held.items()}
-        specs = self._state.correspondence.survey.specs
-        types = {}
-        for key, (shape, dtype) in held.items() if self._state.kept is None else ():
-            spec = specs.get(key.rpartition(_SEPARATOR)[0])
-            if spec is not None and shape and dtype.is_floating_point and dtype != spec.dtype:
-                types[key] = str(dtype).removeprefix("torch.")  # torch would cast it to the parameter's type
+        held: Mapping[str, Moment | StateTensor] = {**self._tensors, **self._held}
+        is_torchs = self._state.kept is None
+        types = {key: str(one.dtype).removeprefix("torch.") for key, one in held.items() if is_torchs and one.is_typed}
         return {"type": self._kind, "groups": self._groups, "scalars": self._scalars, "types": types}
 
     def nested(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -230,11 +229,11 @@ class OptimizerState:
                     "only, by state_dict()",
                 )
             elif value.dim() and tuple(value.shape) == local_shape and not is_full:
-                self._tensors[full_key] = self._moment(layout, value.dtype, parameter, key)
+                self._tensors[full_key] = self._moment(layout, value, parameter, key)
             elif is_full or not value.dim() or not (self._is_split(layout) or value.is_meta):
                 full = Layout(full_key, tuple(value.shape))
-                own = Moment(full, value.dtype, partial(_same, value))
-                self._tensors[full_key] = self._moment(full, value.dtype, parameter, key) if value.is_meta else own
+                own = Moment(full, value.dtype, _is_typed(value, parameter), partial(_same, value))
+                self._tensors[full_key] = self._moment(full, value, parameter, key) if value.is_meta else own
             else:
                 raise BuildError(
                     f"{self._kind} keeps '{key}' of shape {tuple(value.shape)} for '{name}' of local shape "
@@ -243,12 +242,13 @@ class OptimizerState:
                     "state_dict()",
                 )
 
-    def _moment(self, layout: Layout, dtype: torch.dtype, parameter: torch.Tensor, key: str) -> Moment:
+    def _moment(self, layout: Layout, value: torch.Tensor, parameter: torch.Tensor, key: str) -> Moment:
         held = None
         if isinstance(self._storage, TorchOptimizer) and self._owns_full(parameter) is None:
             held = self._storage.held(parameter, key)
         read = partial(self._storage.read, parameter, key)
-        return Moment(layout, dtype, read, self._storage.partitioned(parameter), held)
+        is_typed = _is_typed(value, parameter)
+        return Moment(layout, value.dtype, is_typed, read, self._storage.partitioned(parameter), held)
 
     def _owns_full(self, parameter: torch.Tensor) -> bool | None:
         return self._storage.owns_full(parameter) if isinstance(self._storage, TorchOptimizer) else None
@@ -345,6 +345,10 @@ class _WhenAsked(Mapping[str, Any]):
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _is_typed(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return bool(value.dim()) and value.is_floating_point() and value.dtype != parameter.dtype
 
 
 def _is_frozen(live: LiveTensor) -> bool:
