@@ -64,7 +64,7 @@ _HOME = torch.device("cpu")
 def without_memory(schedule: Schedule, mode: FakeTensorMode, values: KnownValues) -> None:
     """Replace the tensors of the scheduled model by fake ones, in place; ties and layouts stay.
 
-    Those of other pipeline ranks become placeholders on the meta device.
+    Tensors of other pipeline ranks become placeholders on the meta device.
     """
     correspondence, _ = Correspondence.of(schedule)
     Internals(schedule).tree.tensors.keep_shapes(True)
