@@ -64,7 +64,7 @@ _HOME = torch.device("cpu")
 def without_memory(schedule: Schedule, mode: FakeTensorMode, values: KnownValues) -> None:
     """Replace the tensors of the scheduled model by fake ones, in place; ties and layouts stay.
 
-    Those of other pipeline ranks become placeholders on the meta device.
+    Tensors of other pipeline ranks become placeholders on the meta device.
     """
     correspondence, _ = Correspondence.of(schedule)
     Internals(schedule).tree.tensors.keep_shapes(True)
@@ -312,8 +312,14 @@ def simulate(request: Request) -> RankResult | SlapoError:
         if not is_torch:
             assumptions.target(request.target)
         elif pipeline is not None:
-            is_sharded = pipeline.plan.config["data_parallel"] == "fsdp"
-            assumptions.pipeline(len(batches), request.mesh or {}, timed=request.device is not None, sharded=is_sharded)
+            replicas = math.prod((request.mesh or {}).get(name, 1) for name in ("dp", "dp_replicate"))
+            assumptions.pipeline(
+                len(batches),
+                request.mesh or {},
+                timed=request.device is not None,
+                sharded=pipeline.plan.config["data_parallel"] == "fsdp"
+                and (replicas > 1 or pipeline.precision.gathers),
+            )
         if request.device is not None:
             assumptions.seconds(request.device)
         # DeepSpeed and Megatron compare data pointers of parameters and buckets, here on the CPU: there is no kernel.
