@@ -254,11 +254,13 @@ def train(
                 memory.reclassify_as_optimizer_state()
             hold_tensors(model.parameters(), model.buffers(), [batch], memory)
             hold_gradients(model.parameters(), memory)
-            if _hold_gathered(model, memory):
+            is_sharded = _hold_gathered(model, memory)
+            if is_sharded:
                 assumptions.shards(offloads=any(getattr(one.primitive, "offload", False) for one in schedule.records))
             memory.forget_peak()  # here all of the model exists before it is partitioned; a build makes it by tensor
             for _ in range(2):
-                gc.collect()  # tensors that only reference cycles keep are not state of the runtime
+                if is_sharded or not is_torch:
+                    gc.collect()  # tensors that only reference cycles keep are not state of the runtime
                 if not is_torch:
                     memory.reclassify_as_optimizer_state()
                 trackers.begin_step()

@@ -327,6 +327,7 @@ def resumed(names: list[str], directory: str) -> list[dict[str, torch.Tensor]]:
     return states
 
 
+@pytest.mark.breadth
 def test_checkpoints_resume_under_another_layout(tmp_path: Any) -> None:
     names = ["hsdp", "tp", "fsdp", "fsdp x pp", "dp", "fsdp x tp", "hsdp"]
     model = make_model(llama)
