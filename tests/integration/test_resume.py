@@ -31,8 +31,6 @@ SAMPLE = (
     "tp2, sequences",
     "ZeRO-1, dp2",
     "hsdp2x2",
-    "fsdp2 x tp2",
-    "pp2 x tp2",
     "pp2 x fsdp2",
     "Megatron, pp2 x dp2",
 )

@@ -24,6 +24,7 @@ def assert_equal(chosen: list[ShardedCell], world_size: int) -> None:
     assert {what: said[:5] for what, said in found.items() if said} == {}
 
 
+@pytest.mark.breadth
 def test_sharded_models_train_as_one_process() -> None:
     assert_equal(QUICK, 4)
 

@@ -209,6 +209,7 @@ def test_steps_equal_those_of_two_processes() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.breadth
 def test_steps_of_stages_equal_those_of_four_processes() -> None:
     check({"dp": 2, "pp": 2}, ["stages", "stages-tied"])
 
