@@ -150,6 +150,17 @@ def test_a_checkpoint_of_format_1_goes_on(tmp_path: Path) -> None:
     check(go_on_to_six(None, str(interrupted)))
 
 
+def test_a_newer_step_is_taken_before_format_1_beside_it(tmp_path: Path) -> None:
+    directory = shutil.copytree(FORMER / "plain", tmp_path / "runs")
+    engine = built(seed=1)
+    train(engine)
+    engine.save(directory)
+    other = built(seed=2)
+    other.load(directory)
+    assert (other.steps, equal(weights(other), weights(engine))) == (1, True)
+    assert equal(weights(built(seed=3, weights=directory)), weights(engine))
+
+
 @pytest.mark.ranks
 def test_ranks_go_on_from_format_1(tmp_path: Path) -> None:
     for state in run_ranks(go_on_to_six, {"tp": 2}, str(FORMER / "plain"), world_size=2):

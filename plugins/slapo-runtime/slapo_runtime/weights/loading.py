@@ -21,7 +21,7 @@ from slapo_runtime.weights.checkpoint import (
     prepare_optimizer,
     warn_of_unused,
 )
-from slapo_runtime.weights.checkpoint_source import CheckpointSource
+from slapo_runtime.weights.checkpoint_source import CheckpointSource, is_step
 from slapo_runtime.weights.files import located
 from slapo_runtime.weights.module_state import chosen, resized, set_extra_states
 from slapo_runtime.weights.saving import replica_of
@@ -157,16 +157,15 @@ def _found(directory: Path, state: ModelState) -> tuple[Path, Manifest | None]:
     with World(state.mesh) as world:
         path = directory
         with world.together(f"reading the checkpoint '{directory}'"):
-            former = located(directory, MANIFEST, last=MANIFEST)
-            if not former.is_file():
-                newest = newest_checkpoint(directory)
-                if newest is None:
+            if not is_step(directory):
+                newest = newest_checkpoint(directory)  # before a former checkpoint beside it, which is older
+                if newest is None and not located(directory, MANIFEST, last=MANIFEST).is_file():
                     raise WeightsError(
                         f"'{directory}' is not a checkpoint written by engine.save(): it holds no {MANIFEST}, and no "
                         "step-<number> with one",
                         hint="plain weights are loaded with build(sch, weights=dir)",
                     )
-                path = newest
+                path = newest or directory
         path = world.gather(path)[0]  # the first rank decides: a save may end at this moment
         manifest: Manifest | None = None
         with world.together(f"reading the checkpoint '{path}'"):
