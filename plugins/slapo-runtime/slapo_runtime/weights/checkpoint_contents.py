@@ -131,7 +131,10 @@ def refuse_not_json(runtime: Mapping[str, Any]) -> None:
     try:
         json.dumps(runtime, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise BuildError(f"the runtime's state must be JSON-serializable: {error}") from error
+        raise BuildError(
+            f"the runtime's state must be JSON-serializable: {error}",
+            hint="lr_scheduler.state_dict() must hold numbers, strings, lists and dictionaries",
+        ) from error
 
 
 def fitting_added(state: ModelState, added: WeightsSource | None) -> list[LiveTensor]:

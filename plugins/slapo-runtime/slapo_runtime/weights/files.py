@@ -35,7 +35,10 @@ def writing(directory: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise BuildError(f"'{os.fspath(directory)}' cannot be written: {type(error).__name__}: {error}") from error
+        raise BuildError(
+            f"'{os.fspath(directory)}' cannot be written: {type(error).__name__}: {error}",
+            hint="give a directory that every rank can write, with enough free space",
+        ) from error
 
 
 @contextlib.contextmanager

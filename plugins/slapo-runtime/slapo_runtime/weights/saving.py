@@ -304,7 +304,10 @@ def _attached_states(saving: Saving, mesh: Mesh | None) -> dict[str, Any]:
                 try:
                     states[name] = json.loads(json.dumps(states[name], allow_nan=False))
                 except (TypeError, ValueError) as error:
-                    raise BuildError(f"the state of '{name}' must be JSON-serializable: {error}") from error
+                    raise BuildError(
+                        f"the state of '{name}' must be JSON-serializable: {error}",
+                        hint="its state_dict() must hold numbers, strings, lists and dictionaries",
+                    ) from error
         by_rank = dict(zip(world.ranks, world.gather(states), strict=True))
     first, *others = by_rank.items()
     for rank, theirs in others:
