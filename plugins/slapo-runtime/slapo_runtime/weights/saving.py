@@ -331,8 +331,7 @@ def replica_of(mesh: Mesh | None) -> str:
 def _random_states(mesh: Mesh | None) -> dict[str, dict[str, str]]:
     """Gather the RNG states of each replica's first rank: a collective."""
     own = {device: base64.b64encode(content).decode() for device, content in torch_states().items()}
-    with World(mesh) as world:
-        by_replica: dict[str, dict[str, str]] = {}
-        for replica, states in world.gather((replica_of(mesh), own)):
-            by_replica.setdefault(replica, states)
+    by_replica: dict[str, dict[str, str]] = {}
+    for replica, states in World(mesh).gather_once((replica_of(mesh), own)):
+        by_replica.setdefault(replica, states)
     return by_replica
