@@ -28,7 +28,7 @@ preload_modules(
     "slapo_graph.primitives.merged_linear",
     "slapo_testing.checks.two_ranks",
     "slapo_verify.child_processes",
-    "slapo_runtime.weights.checkpoint",
+    "slapo_runtime.weights.saving",
     "slapo_pipeline.partition.hook",
     "slapo_tp.hooks",
     "slapo_tp.shard",

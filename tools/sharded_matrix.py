@@ -3,7 +3,7 @@
 python tools/sharded_matrix.py --family bert --only "dp 2, tp 2"   # these
 python tools/sharded_matrix.py --json m.json --write docs/sharded_matrix.md
 
-What m.json holds already is not run again: a run that was stopped goes on. Delete the file to start anew.
+What m.json holds already is not run again: a run that was stopped goes on. Delete the file to start again.
 """
 
 from __future__ import annotations

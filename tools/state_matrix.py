@@ -3,7 +3,7 @@
 python tools/state_matrix.py --family fsdp2 --only tp2   # saved under tp2, resumed under fsdp2
 python tools/state_matrix.py --json m.json --write docs/state_matrix.md
 
-What m.json holds already is not run again: a run that was stopped goes on. Delete the file to start anew.
+What m.json holds already is not run again: a run that was stopped goes on. Delete the file to start again.
 """
 
 from __future__ import annotations

@@ -11,10 +11,16 @@ from torch.nn import functional as F
 
 import slapo_core as slapo
 
-__all__ = ["CLIP", "Tied", "adamw", "batch", "built", "make", "share", "split", "trained"]
+__all__ = ["CLIP", "GROUPS", "Tied", "adamw", "batch", "built", "make", "share", "split", "trained"]
 
 WORDS, WIDTH, LENGTH = 12, 8, 5
 CLIP = 0.05  # below the norm of every step
+GROUPS: dict[str, Any] = {
+    "no_decay": ("*.bias", "*norm*"),
+    "param_groups": {"blocks.1.*": {"lr": 5e-3}, "head.*": {"lr": 2e-3, "weight_decay": 0.3}},
+    "max_grad_norm": CLIP,
+}
+"""Arguments of ``build``: patterns of parameter groups, and clipping."""
 
 
 class Block(nn.Module):

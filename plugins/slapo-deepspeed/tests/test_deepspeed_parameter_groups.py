@@ -10,18 +10,13 @@ import torch
 
 import slapo_core as slapo
 from slapo_testing import preload_modules, run_ranks
-from tests.support.tied_model import CLIP, batch, share
+from tests.support.tied_model import GROUPS, batch, share
 
 from .small import built
 
 preload_modules("deepspeed", "slapo_deepspeed.dialect")
 pytestmark = pytest.mark.ranks
 
-GROUPS: dict[str, Any] = {
-    "no_decay": ("*.bias", "*norm*"),
-    "param_groups": {"blocks.1.*": {"lr": 5e-3}, "head.*": {"lr": 2e-3, "weight_decay": 0.3}},
-    "max_grad_norm": CLIP,
-}
 OWN = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 1e-2, "torch_adam": True}}}
 STEPS = 4
 

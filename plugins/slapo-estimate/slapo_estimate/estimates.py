@@ -175,8 +175,8 @@ def estimate_source(
         )
     _check(sizes, rank, optimizer, loss, accumulate)
     device = None if device is None else _as_set(device)
+    from slapo_estimate.pipeline_step import with_waiting
     from slapo_estimate.simulation import Request  # with torch's fake tensors, which are slow to import
-    from slapo_estimate.training_step import with_waiting
 
     request = Request(
         source,

@@ -23,6 +23,7 @@ from slapo_core.errors import EstimateError, SlapoError
 from slapo_core.internals import Internals, SafeFakeTensorMode, buffers_of, is_data_pointer_error
 from slapo_estimate.attribution import PositionTracker
 from slapo_estimate.collectives import CollectiveTracker, MeshGroups
+from slapo_estimate.pipeline_step import pipeline_of, train_stages
 from slapo_estimate.private import (
     FakeStore,
     FakeTensor,
@@ -34,7 +35,7 @@ from slapo_estimate.private import (
 from slapo_estimate.results import Assumptions, RankEstimate
 from slapo_estimate.roofline import TimeTracker
 from slapo_estimate.trackers import FlopTracker, MemoryTracker, OperationObserver
-from slapo_estimate.training_step import pipeline_of, train, train_stages
+from slapo_estimate.training_step import train
 from slapo_estimate.values import KnownValues, UnknownValueError, is_tracked
 from slapo_runtime.correspondence import Correspondence
 

@@ -10,16 +10,11 @@ import torch
 
 import slapo_core as slapo
 from slapo_testing import preload_modules, run_ranks
-from tests.support.tied_model import CLIP, batch, built, share
+from tests.support.tied_model import GROUPS, batch, built, share
 
 preload_modules("slapo_megatron.dialect", "slapo_tp")
 pytestmark = pytest.mark.ranks
 
-GROUPS: dict[str, Any] = {
-    "no_decay": ("*.bias", "*norm*"),
-    "param_groups": {"blocks.1.*": {"lr": 5e-3}, "head.*": {"lr": 2e-3, "weight_decay": 0.3}},
-    "max_grad_norm": CLIP,
-}
 LAYOUTS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     ({"tp": 2}, {"target": "megatron"}),
     ({"dp": 2}, {"target": "megatron", "optimizer_config": {"use_distributed_optimizer": True}}),

@@ -72,7 +72,7 @@ class ReplicaSampler(DistributedSampler[Any]):
     """Torch's DistributedSampler with a position, which it saves and resumes: see :func:`sampler`.
 
     Replicas take the samples of an epoch in turn, so that a prefix of their order is done after each step. Under
-    another number of replicas the rest of it is divided anew.
+    another number of replicas the rest of it is divided again.
 
     Args:
         dataset: with a length.

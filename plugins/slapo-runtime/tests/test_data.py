@@ -68,7 +68,7 @@ def test_no_sample_is_repeated_where_the_last_round_is_dropped() -> None:
         assert one.state_dict()["position"] == 36
 
 
-def test_the_next_epoch_begins_anew() -> None:
+def test_the_next_epoch_has_another_order() -> None:
     (one,) = samplers({"dp": 1})
     assert sorted(one) == sorted(one) == DATA
     first = list(one)

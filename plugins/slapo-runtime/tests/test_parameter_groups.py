@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from tests.messages import Messages
 from tests.support import tied_model
 from tests.support.tied_model import adamw, batch
 
-PAGE = Path(__file__).parents[3] / "docs" / "optimizers.md"
 NO_DECAY = ("*.bias", "*norm*", "scale", "strength")
 GROUPS: dict[str, dict[str, Any]] = {
     "head.*": {"lr": 1e-3},
@@ -101,12 +98,6 @@ def test_without_patterns_the_factory_gets_parameters_and_may_make_groups() -> N
     engine: Any = slapo.build(schedule(), optimizer=own)
     assert all(isinstance(one, torch.nn.Parameter) for one in seen)
     assert [len(group["params"]) for group in engine.optimizer.param_groups] == [1, 13, 9]
-
-
-def test_the_program_of_the_page_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    program, printed = re.findall(r"```(?:python|text)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    exec(program, {})
-    assert capsys.readouterr().out == printed
 
 
 def test_frozen_and_added_parameters_are_in_groups() -> None:

@@ -127,7 +127,7 @@ def test_target_torch_imports_what_any_dialect_may() -> None:
 @pytest.mark.parametrize(
     "imported",
     [
-        "slapo_runtime.weights.checkpoint.save_checkpoint",
+        "slapo_runtime.weights.saving.save_checkpoint",
         "slapo_runtime.private.storage_id",
         "slapo_core.schedule.schedule.Schedule",
         "slapo_core.errors.BuildError",

@@ -107,8 +107,8 @@ class PreciseEngine(StatefulEngine):
         if scaler is None:
             optimizer.step()
         else:
+            is_skipped = bool(scaler.found_inf)  # before the step, for which the host would wait, too
             scaler.step(optimizer)
-            is_skipped = bool(scaler.found_inf)
             scaler.update()
         if self.lr_scheduler is not None and not is_skipped:
             self.lr_scheduler.step()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from slapo_core import BuildError
 from slapo_torch.precision import ModelPrecision, dtype_name, is_within
@@ -126,6 +125,8 @@ class FirstStep:
         Raises:
             BuildError: a type is not the promised one.
         """
+        from torch.distributed.fsdp import FSDPModule
+
         self.end()
         names = self._check_storage()
         for path, unit in self._model.named_modules():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from tests.integration.dialects.small import Small
 
 __all__ = ["LAYOUTS", "MAX_GRAD_NORM", "Trained", "batch", "build", "replica_of", "train_plain", "world_size"]
 
@@ -38,7 +39,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int] | None, dict[str, Any]]] = {
 }
 """Target, mesh, and options of ``build``; those of fewer ranks come first."""
 
-WIDTH, WORDS, BATCH, LENGTH, BLOCKS = 10, 17, 8, 6, 4
+WIDTH, WORDS, BATCH, LENGTH = 10, 17, 8, 6
 MAX_GRAD_NORM = 0.25
 """Below the norm of every step: :func:`train_plain` makes sure of it."""
 
@@ -57,28 +58,10 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(gate) * up)
 
 
-class Gated(nn.Module):
-    """``loss(tokens, labels)``: four blocks between tied words, whose number no rank divides; one tensor is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.scale = nn.Parameter(torch.rand(3), requires_grad=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.embedding(tokens) * self.scale.sum()
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x)
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
-
-
-def make(dtype: torch.dtype, *, seed: int = 0) -> Gated:
+def make(dtype: torch.dtype, *, seed: int = 0) -> Small:
+    """Make the model of four gated blocks, with a frozen parameter that each seed fills otherwise."""
     torch.manual_seed(seed)
-    return Gated().to(dtype)
+    return Small(Block, torch.rand(3)).to(dtype)
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:

@@ -48,13 +48,18 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """``loss(tokens, labels)``: four blocks between tied embeddings; one parameter is frozen, sizes are odd."""
+    """``loss(tokens, labels)``: four blocks between tied embeddings; one parameter is frozen, sizes are odd.
 
-    def __init__(self) -> None:
+    Args:
+        block: the class of a block.
+        scale: the values of the frozen parameter; None: constant ones.
+    """
+
+    def __init__(self, block: type[nn.Module] = Block, scale: torch.Tensor | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(17, 10)
-        self.scale = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.full((3,), 0.5) if scale is None else scale, requires_grad=False)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(10, 17, bias=False)
         self.head.weight = self.embedding.weight
 

@@ -265,11 +265,11 @@ def write_json(file: Path, values: Any) -> None:
     to_disk(file.parent)
 
 
-def to_disk(directory: Path) -> None:
-    """Have the names in a directory on the disk."""
-    if os.name != "posix":  # only POSIX opens directories
+def to_disk(path: Path) -> None:
+    """Flush a file, or the names in a directory, to the disk."""
+    if os.name != "posix" and path.is_dir():  # only POSIX opens directories
         return
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -287,21 +287,28 @@ def check_files(directory: Path, files: Mapping[str, StoredFile], *, part: tuple
     Raises:
         WeightsError: with the first file that is not what was written.
     """
-    place, count = part
     for name, file in files.items():
         path = directory / name
         try:
             size = path.stat().st_size
-            own = range(place, len(file.crc32), count)
-            found = list(_checksums(path, own)) if size == file.bytes else []
         except OSError as error:
             raise WeightsError(f"{path} cannot be read: {error}") from error
         if size != file.bytes:
             raise _damaged(path, f"it holds {size} bytes of {file.bytes}")
-        for number, crc in zip(own, found, strict=True):
-            if crc != file.crc32[number]:
-                of = f"its chunk {number + 1} of {len(file.crc32)}"
-                raise _damaged(path, f"the checksum of {of} differs from {MANIFEST}")
+        check_sums(path, file.crc32, part=part)
+
+
+def check_sums(path: Path, expected: Sequence[int], *, part: tuple[int, int]) -> None:
+    """Refuse a file whose chunks have other checksums; arguments and errors as above."""
+    place, count = part
+    own = range(place, len(expected), count)
+    try:
+        found = list(_checksums(path, own))
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    for number, crc in zip(own, found, strict=True):
+        if crc != expected[number]:
+            raise _damaged(path, f"the checksum of its chunk {number + 1} of {len(expected)} differs from {MANIFEST}")
 
 
 def _damaged(path: Path, why: str) -> WeightsError:

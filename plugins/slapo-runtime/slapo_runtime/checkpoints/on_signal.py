@@ -71,8 +71,7 @@ class SaveOnSignal:
         Returns:
             whether it saved; the loop ends then.
         """
-        with World(self._engine._state.mesh) as world:
-            has_come = any(world.gather(self._has_come))
+        has_come = any(World(self._engine._state.mesh).gather_once(self._has_come))
         self._has_come = False
         if has_come:
             self._engine.save(self._directory, keep=self._keep)

@@ -156,7 +156,7 @@ class Worker:
             self._receive()
         error = self._results[what]
         if error is not None:
-            raise BuildError(error)
+            raise BuildError(error, hint="engine.save(directory) again; earlier checkpoints are intact")
 
     def _receive(self) -> None:
         assert self._connection is not None
@@ -264,7 +264,7 @@ class _Served:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - reported to the training process
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {getattr(error, 'message', error)}"
         return None
 
     def _write(self, staged: Staged) -> None:

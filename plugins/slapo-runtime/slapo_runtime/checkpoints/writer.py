@@ -166,7 +166,10 @@ class Completion:
         pause = 0.001
         while missing := [file for file in found if not file.is_file()]:
             if ends():
-                raise BuildError(f"the checkpoint '{self.directory}' was given up: {missing[0].name} is missing")
+                raise BuildError(
+                    f"the checkpoint '{self.directory}' was given up: {missing[0].name} is missing",
+                    hint="engine.save(directory) on every rank; earlier checkpoints are intact",
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
         files: dict[str, StoredFile] = {}
@@ -179,7 +182,8 @@ class Completion:
                 if known is not None and (known.dtype, known.shape) != (own.dtype, own.shape):
                     raise BuildError(
                         f"ranks hold '{name}' in different types or shapes: {known.dtype} {known.shape}, "
-                        f"{own.dtype} {own.shape}"
+                        f"{own.dtype} {own.shape}",
+                        hint="build the same model with the same types on every rank",
                     )
                 tensors[name] = own._replace(chunks=(*(known.chunks if known is not None else ()), *own.chunks))
         write_metadata(self.directory, tensors)

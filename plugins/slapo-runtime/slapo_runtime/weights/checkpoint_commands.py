@@ -229,7 +229,8 @@ class _Files(_Stored):
         return {"state": "complete, format 1", "tensors": tensors, "optimizer": optimizer}
 
     def checks(self) -> Iterator[_Check]:
-        from slapo_runtime.weights.files import MANIFEST, located
+        from slapo_runtime.checkpoints.manifest import MANIFEST, check_sums
+        from slapo_runtime.weights.files import located
         from slapo_runtime.weights.sources import SafetensorsSource
 
         try:
@@ -243,7 +244,7 @@ class _Files(_Stored):
         for name, expected in sums.items():
             file = located(self.path, name, last=MANIFEST)
             for number in range(len(expected)):
-                yield file, partial(_check_sum, file, number, expected)
+                yield file, partial(check_sums, file, expected, part=(number, len(expected)))
 
     def _manifest(self) -> dict[str, Any]:
         from slapo_runtime.weights.sources import description_of
@@ -257,8 +258,7 @@ def _stored_in(directory: Path) -> list[_Stored]:
     Raises:
         ArgumentError: there is nothing of the kind.
     """
-    from slapo_runtime.checkpoints.manifest import is_complete, step_directories, step_of
-    from slapo_runtime.weights.files import MANIFEST
+    from slapo_runtime.checkpoints.manifest import MANIFEST, is_complete, step_directories, step_of
 
     if not directory.exists():
         raise ArgumentError(f"'{directory}' does not exist", hint="slapo checkpoint show runs/1")
@@ -292,17 +292,6 @@ def _check_header(file: Path, names: set[str] | None) -> None:
     from slapo_runtime.weights.safetensors_files import headers_of
 
     list(headers_of({file: names}))
-
-
-def _check_sum(file: Path, number: int, expected: list[int]) -> None:
-    from slapo_runtime.weights.files import checksums
-
-    try:
-        found = list(checksums(file, [number]))
-    except OSError as error:
-        raise WeightsError(f"{file} cannot be read: {error}") from error
-    if found != [expected[number]]:
-        raise WeightsError(f"{file} is damaged: the checksum of chunk {number + 1} of {len(expected)} differs")
 
 
 def _progress(items: list[tuple[Any, Any]], what: str) -> Iterator[tuple[Any, Any]]:

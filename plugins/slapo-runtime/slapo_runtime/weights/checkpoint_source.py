@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Part = Literal["model", "added", "optimizer"]
 
+_ANOTHER = "load another checkpoint, or copy this one again"
+
 
 class CheckpointSource(WeightsSource):
     """The tensors of one part of a checkpoint, by the reference model's names.
@@ -133,7 +135,7 @@ class CheckpointSource(WeightsSource):
                 missing -= _count(stop - start for start, stop in both)
             del stored
         if missing:
-            raise WeightsError(f"{self.label} lacks elements of '{self._prefix}{name}'")
+            raise WeightsError(f"{self.label} lacks elements of '{self._prefix}{name}'", hint=_ANOTHER)
 
     def _load(self, name: str, chunk: StoredChunk) -> torch.Tensor:
         file = self.directory / chunk.file
@@ -144,10 +146,12 @@ class CheckpointSource(WeightsSource):
         except Exception as error:
             raise WeightsError(
                 f"{file} is damaged: '{self._prefix}{name}' cannot be read: {type(error).__name__}: {error}",
-                hint="load another checkpoint, or copy this one again",
+                hint=_ANOTHER,
             ) from error
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.extent:
-            raise WeightsError(f"{file} is damaged: '{self._prefix}{name}' is not of shape {chunk.extent}")
+            raise WeightsError(
+                f"{file} is damaged: '{self._prefix}{name}' is not of shape {chunk.extent}", hint=_ANOTHER
+            )
         return tensor
 
 

@@ -16,7 +16,7 @@ from slapo_core.errors import ArgumentError, BuildError, warn_user
 from slapo_runtime.correspondence.storage import blocks, is_distributed, slices, window_of
 from slapo_runtime.ranks.world import World
 from slapo_runtime.sizes import parse_bytes
-from slapo_runtime.weights.files import replacing, stale_weights, write_configurations
+from slapo_runtime.weights.files import replacing, stale_weights, write_configurations, writing
 from slapo_runtime.weights.safetensors_files import (
     DTYPES,
     INDEX_FILE,
@@ -157,11 +157,8 @@ class _Export:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """Raise errors of the file system on every rank."""
-        with self.world.together(f"exporting to '{self.directory}'"):
-            try:
-                yield
-            except OSError as error:
-                raise BuildError(f"'{self.directory}' cannot be written: {type(error).__name__}: {error}") from error
+        with self.world.together(f"exporting to '{self.directory}'"), writing(self.directory):
+            yield
 
     # -- the plan -----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import copy
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.errors import warn_user
+from slapo_core.errors import BuildError, warn_user
+from slapo_runtime.checkpoints.manifest import to_disk
 from slapo_runtime.sizes import parse_bytes
 from slapo_runtime.weights.safetensors_files import INDEX_FILE, divide, file_names, write_index
 
-MANIFEST = "checkpoint.json"
 COMPLETE = ".checkpoint-complete"
 _WRITING = ".checkpoint-writing"
+
+
+@contextlib.contextmanager
+def writing(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn errors of the file system into a BuildError.
+
+    Raises:
+        BuildError: a file or the directory cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise BuildError(
+            f"'{os.fspath(directory)}' cannot be written: {type(error).__name__}: {error}",
+            hint="give a directory that every rank can write, with enough free space",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -42,8 +59,8 @@ def replacing(directory: Path, *, last: str, stale: Callable[[Path], Iterable[st
     try:
         yield writing
         for file in writing.iterdir():
-            _to_disk(file)
-        _to_disk(writing)
+            to_disk(file)
+        to_disk(writing)
         writing.rename(directory / COMPLETE)
     except BaseException:
         shutil.rmtree(writing, ignore_errors=True)  # the original error is raised
@@ -64,21 +81,11 @@ def _finish(directory: Path, last: str) -> None:
     complete = directory / COMPLETE
     if not complete.is_dir():
         return
-    _to_disk(directory)
+    to_disk(directory)
     for file in sorted(complete.iterdir(), key=lambda file: file.name == last):
         file.replace(directory / file.name)
-    _to_disk(directory)
+    to_disk(directory)
     complete.rmdir()
-
-
-def _to_disk(path: Path) -> None:
-    if os.name != "posix" and path.is_dir():  # only POSIX opens directories
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_configurations(model: nn.Module, directory: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -124,18 +131,6 @@ def _with_class(config: Any, model: nn.Module, dtype: torch.dtype | None) -> Any
     dtype = dtype or next(found, torch.float32)
     config.dtype = str(dtype).removeprefix("torch.")
     return config
-
-
-_CHUNK = 64 << 20  # bytes of one checksum
-
-
-def checksums(file: Path, chunks: Iterable[int] | None = None) -> Iterator[int]:
-    """Yield the CRC-32 of chunks of 64 MiB of a file, default all."""
-    chunks = range(-(-file.stat().st_size // _CHUNK)) if chunks is None else chunks
-    with file.open("rb") as stream:
-        for number in chunks:
-            stream.seek(number * _CHUNK)
-            yield zlib.crc32(stream.read(_CHUNK))
 
 
 def export_plain(

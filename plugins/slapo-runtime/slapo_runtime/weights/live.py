@@ -18,8 +18,8 @@ from slapo_core.internals import Internals, parameters_of
 from slapo_runtime.gradients import GradientClipper
 from slapo_runtime.ranks.world import together
 from slapo_runtime.replicas import check_replicas, optimizer_replicas
-from slapo_runtime.weights.checkpoint import as_written, assign_loaded, collect_optimizer_state, writing
-from slapo_runtime.weights.files import export_plain, write_configurations
+from slapo_runtime.weights.checkpoint_contents import as_written, assign_loaded, collect_optimizer_state
+from slapo_runtime.weights.files import export_plain, write_configurations, writing
 from slapo_runtime.weights.parameter_groups import ParameterGroups
 from slapo_runtime.weights.sources import MappingSource
 from slapo_runtime.weights.state import Loading, ModelState

@@ -14,15 +14,16 @@ from slapo_core.errors import WeightsError, warn_user
 from slapo_runtime.checkpoints.manifest import MANIFEST, Manifest, newest_checkpoint, read_manifest
 from slapo_runtime.ranks.consistency import restore
 from slapo_runtime.ranks.world import World, together
-from slapo_runtime.weights.checkpoint import (
+from slapo_runtime.weights.checkpoint_contents import (
+    assign_optimizer,
     collect_optimizer_state,
     fitting_added,
-    load_former_checkpoint,
     prepare_optimizer,
     warn_of_unused,
 )
 from slapo_runtime.weights.checkpoint_source import CheckpointSource, is_step
 from slapo_runtime.weights.files import located
+from slapo_runtime.weights.former_checkpoint import load_former_checkpoint
 from slapo_runtime.weights.module_state import chosen, resized, set_extra_states
 from slapo_runtime.weights.saving import replica_of
 from slapo_runtime.weights.sources import check_names, read_tensor
@@ -61,7 +62,7 @@ def load_checkpoint(
     )
     weights, label = sources[0], sources[0].label
     with World(state.mesh) as world, world.together(f"reading {label}"):
-        weights.check_files(part=(world.ranks.index(world.rank), world.size))
+        weights.check_files(part=(world.index, world.size))
     moments = collect_optimizer_state(state, optimizer)
     runtime = dict(manifest.description.get("runtime") or {})
     with resized(state.correspondence, manifest.description.get("buffers", {})):
@@ -116,13 +117,7 @@ class _Load:
     def assign(self) -> None:
         """Assign the optimizer state, then read and assign one weight after the other."""
         mesh, label = self._state.mesh, self._weights.label
-        if self._moments is not None:  # first, because an optimizer may refuse the state, and its own can be restored
-            try:
-                with together(mesh, f"loading the optimizer's state of {label}"):
-                    self._moments.load()
-            except BaseException:
-                self._moments.take_back()
-                raise
+        assign_optimizer(self._state, self._moments, label)
         with together(mesh, f"reading {label}"):
             try:
                 self._assign_weights()

@@ -20,14 +20,13 @@ from slapo_runtime.checkpoints.worker import Staged, Worker
 from slapo_runtime.checkpoints.writer import Completion, RankFile
 from slapo_runtime.ranks.consistency import torch_states
 from slapo_runtime.ranks.world import World, together
-from slapo_runtime.weights.checkpoint import (
+from slapo_runtime.weights.checkpoint_contents import (
     as_written,
     collect_optimizer_state,
     packed_extra_states,
     refuse_not_json,
-    writing,
 )
-from slapo_runtime.weights.files import write_configurations
+from slapo_runtime.weights.files import write_configurations, writing
 from slapo_runtime.weights.sharded_checkpoint import OwnShard, description_of, own_shards
 
 if TYPE_CHECKING:
@@ -232,7 +231,7 @@ class _Save:
                 continue
             return
         with contextlib.ExitStack() as stack:
-            file = RankFile(self.directory, self._place, self.identifier)
+            file = RankFile(self.directory, self._world.index, self.identifier)
             try:
                 stack.enter_context(file)
             except OSError as caught:
@@ -260,7 +259,7 @@ class _Save:
         self, shards: Iterator[OwnShard], completion: Completion, worker: Worker, mesh: Mesh | None
     ) -> PendingSave:
         """Copy all rectangles for the worker process, and let it write them."""
-        staged = Staged(self.directory, self._place, self.identifier, completion if self._is_first else None)
+        staged = Staged(self.directory, self._world.index, self.identifier, completion if self._is_first else None)
         error: Exception | None = None
         for shard in shards:  # to the end, as above
             if error is None:
@@ -279,10 +278,6 @@ class _Save:
     def takes_part(self) -> bool:
         """Whether this rank writes: of a schedule without a mesh, the first rank of the DTensors alone."""
         return self._is_first or not self._world.is_alone
-
-    @property
-    def _place(self) -> int:
-        return self._world.ranks.index(self._world.rank)
 
     @contextlib.contextmanager
     def _removed_if_it_fails(self) -> Iterator[None]:
@@ -309,7 +304,10 @@ def _attached_states(saving: Saving, mesh: Mesh | None) -> dict[str, Any]:
                 try:
                     states[name] = json.loads(json.dumps(states[name], allow_nan=False))
                 except (TypeError, ValueError) as error:
-                    raise BuildError(f"the state of '{name}' must be JSON-serializable: {error}") from error
+                    raise BuildError(
+                        f"the state of '{name}' must be JSON-serializable: {error}",
+                        hint="its state_dict() must hold numbers, strings, lists and dictionaries",
+                    ) from error
         by_rank = dict(zip(world.ranks, world.gather(states), strict=True))
     first, *others = by_rank.items()
     for rank, theirs in others:
@@ -333,8 +331,7 @@ def replica_of(mesh: Mesh | None) -> str:
 def _random_states(mesh: Mesh | None) -> dict[str, dict[str, str]]:
     """Gather the RNG states of each replica's first rank: a collective."""
     own = {device: base64.b64encode(content).decode() for device, content in torch_states().items()}
-    with World(mesh) as world:
-        by_replica: dict[str, dict[str, str]] = {}
-        for replica, states in world.gather((replica_of(mesh), own)):
-            by_replica.setdefault(replica, states)
+    by_replica: dict[str, dict[str, str]] = {}
+    for replica, states in World(mesh).gather_once((replica_of(mesh), own)):
+        by_replica.setdefault(replica, states)
     return by_replica

@@ -15,7 +15,7 @@ from slapo_core.errors import WeightsError
 from slapo_core.layout import DATA_DIMS, Layout
 from slapo_runtime.correspondence.storage import ShardedState, ShardSource, TensorShard, Window, blocks, window_of
 from slapo_runtime.ranks.world import together
-from slapo_runtime.weights.checkpoint import (
+from slapo_runtime.weights.checkpoint_contents import (
     assign_loaded,
     collect_optimizer_state,
     packed_extra_states,

@@ -12,8 +12,9 @@ import torch
 
 from slapo_core.errors import WeightsError
 from slapo_core.layout import Layout
+from slapo_runtime.checkpoints.manifest import MANIFEST
 from slapo_runtime.correspondence.storage import Window, blocks, slices
-from slapo_runtime.weights.files import COMPLETE, MANIFEST, located
+from slapo_runtime.weights.files import COMPLETE, located
 from slapo_runtime.weights.module_state import is_extra, unpacked
 from slapo_runtime.weights.safetensors_files import (
     INDEX_FILE,
