@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import slapo_core as slapo
 from slapo_core.cli.main import make_app
+from slapo_runtime.checkpoints.manifest import MANIFEST
 from slapo_runtime.weights.safetensors_files import INDEX_FILE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -89,6 +90,37 @@ def test_damaged_checkpoints_are_found(tmp_path: Path, damage: Any) -> None:
     assert list(as_json("verify", tmp_path, status=1)["damaged"]) == [str(file)]
     assert as_json("verify", tmp_path / "step-00000002")["damaged"] == {}
     assert str(file) in run("verify", tmp_path / "step-00000001", status=1).stdout
+
+
+def without_a_rectangle(manifest: Any) -> None:
+    del manifest["tensors"]["model.cls.predictions.bias"]["chunks"][0]
+
+
+def beyond_the_file(manifest: Any) -> None:
+    manifest["tensors"]["model.cls.predictions.bias"]["chunks"][0]["at"] = 1 << 40
+
+
+def without_an_entry(manifest: Any) -> None:
+    del manifest["id"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (without_a_rectangle, "has 0 of 31 elements"),
+        (beyond_the_file, "outside of __0_0.distcp"),
+        (without_an_entry, "lacks entries"),
+    ],
+)
+def test_damaged_descriptions_are_found(tmp_path: Path, damage: Any, words: str) -> None:
+    trained(tmp_path, steps=1)
+    file = tmp_path / "step-00000001" / MANIFEST
+    manifest = json.loads(file.read_text())
+    damage(manifest)
+    file.write_text(json.dumps(manifest))
+    found = as_json("verify", tmp_path, status=1)["damaged"]
+    assert list(found) == [str(file)]
+    assert words in found[str(file)]
 
 
 def test_checkpoints_of_format_1_are_shown_and_verified(tmp_path: Path) -> None:

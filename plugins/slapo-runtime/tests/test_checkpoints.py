@@ -161,6 +161,23 @@ def test_a_newer_step_is_taken_before_format_1_beside_it(tmp_path: Path) -> None
     assert equal(weights(built(seed=3, weights=directory)), weights(engine))
 
 
+def built_from(directory: str) -> dict[str, torch.Tensor]:
+    return weights(built({"tp": 2}, seed=3, weights=directory))
+
+
+@pytest.mark.ranks
+def test_ranks_build_from_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    engine = built()
+    train(engine)
+    engine.save(tmp_path)
+    first = {name: one.clone() for name, one in weights(engine).items()}
+    train(engine)
+    engine.save(tmp_path)
+    for state in run_ranks(built_from, str(tmp_path), world_size=2):
+        assert equal(state, weights(engine))
+    assert equal(weights(built(seed=3, weights=tmp_path / "step-00000001")), first)
+
+
 @pytest.mark.ranks
 def test_ranks_go_on_from_format_1(tmp_path: Path) -> None:
     for state in run_ranks(go_on_to_six, {"tp": 2}, str(FORMER / "plain"), world_size=2):
@@ -323,21 +340,22 @@ def test_a_worker_that_was_killed_is_an_error_and_replaced(tmp_path: Path, messa
 # -- signals ----------------------------------------------------------------------------------------------------
 
 
-def stopped(directory: str) -> tuple[int, list[str]]:
-    engine = built({"tp": 2})
-    with SaveOnSignal(engine, directory, signals=[signal.SIGUSR1]) as on_signal:
+def signaled(directory: str) -> tuple[list[int], list[str]]:
+    """Signals on the second rank, then on the first; the steps that were saved, and those that were kept."""
+    engine, saved = built({"tp": 2}), []
+    with SaveOnSignal(engine, directory, signals=[signal.SIGUSR1], keep=1) as on_signal:
         for number in range(5):
             train(engine)
-            if number == 2 and torch.distributed.get_rank() == 1:
+            if (number, torch.distributed.get_rank()) in ((1, 1), (3, 0)):
                 os.kill(os.getpid(), signal.SIGUSR1)
                 os.kill(os.getpid(), signal.SIGUSR1)
             if on_signal.step_is_over():
-                break
+                saved.append(engine.steps)
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    return engine.steps, [one.name for one in step_directories(Path(directory))]
+    return saved, [one.name for one in step_directories(Path(directory))]
 
 
 @pytest.mark.ranks
 def test_a_signal_on_one_rank_saves_once_on_all(tmp_path: Path) -> None:
-    assert run_ranks(stopped, str(tmp_path), world_size=2) == [(3, ["step-00000003"])] * 2
-    assert is_complete(tmp_path / "step-00000003")
+    assert run_ranks(signaled, str(tmp_path), world_size=2) == [([2, 4], ["step-00000004"])] * 2
+    assert is_complete(tmp_path / "step-00000004")

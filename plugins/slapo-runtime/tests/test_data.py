@@ -60,6 +60,28 @@ def test_an_epoch_resumes_under_another_number_of_replicas(before: int, after: i
     assert sum(seen.values()) - len(DATA) == -(37 - 6 * before) % after  # repeated for an equal number on each
 
 
+@pytest.mark.parametrize(("drop_last", "sizes", "repeated"), [(False, [2, 2, 2, 1], 1), (True, [2, 2, 2], 0)])
+def test_batches_of_an_epoch_resume_under_another_number_of_replicas(
+    drop_last: bool, sizes: list[int], repeated: int
+) -> None:
+    """3 replicas take two batches of 4 each; 2 replicas divide the other 13 samples into batches of 2."""
+    seen: Counter[int] = Counter()
+    for one in samplers({"dp": 3}, batch_size=4, drop_last=drop_last):
+        steps = one.batches(DataLoader(DATA, batch_sampler=one))
+        seen.update(next(steps).tolist() + next(steps).tolist())
+        state = one.state_dict()
+    for one in samplers({"dp": 2}, batch_size=2, drop_last=drop_last):
+        one.load_state_dict(state)
+        assert len(one) == len(sizes)
+        found = [batch.tolist() for batch in one.batches(DataLoader(DATA, batch_sampler=one))]
+        assert [len(batch) for batch in found] == sizes
+        seen.update(number for batch in found for number in batch)
+        assert one.state_dict()["position"] == (36 if drop_last else 37)
+        assert len(one) == (9 if drop_last else 10)  # of the next epoch
+    assert len(seen) == (36 if drop_last else 37)
+    assert sum(seen.values()) - len(seen) == repeated
+
+
 def test_no_sample_is_repeated_where_the_last_round_is_dropped() -> None:
     for one in samplers({"dp": 3}, batch_size=4, drop_last=True):
         found = list(one)

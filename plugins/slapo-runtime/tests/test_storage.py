@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import slapo_core as slapo
 from slapo_runtime.checkpoints.manifest import newest_checkpoint
@@ -89,6 +90,21 @@ def test_masters_are_saved_beside_the_models_own_types_and_loaded(target: str, t
     loaded = dict(enumerate(other.slices.masters.values()))
     assert all(torch.equal(loaded[key], value) for key, value in before.items()), "rounded on the way"
     assert all(torch.equal(value, wanted[name]) for name, value in train(other, 2, 4).items())
+
+
+@pytest.mark.parametrize("target", ["sliced", "forgetting"])
+def test_masters_of_format_1_are_loaded_in_their_type(target: str) -> None:
+    directory = Path(__file__).parent / "format_1" / "masters"
+    wider = load_file(directory / "trained.safetensors")
+    engine = engine_on(target, seed=5)
+    train(engine, 0, 1)
+    engine.load(directory)
+    for name, parameter in engine.module.named_parameters():
+        if name in wider:
+            master = engine.slices.full(engine.slices.masters[id(parameter)], tuple(wider[name].shape))
+            assert torch.equal(master, wider[name]), name
+    assert (engine.ticks, len(wider)) == (2, len(engine.slices.masters))
+    assert far(train(engine, 2, 4), train(engine_on(target), 0, 4)) == []
 
 
 def test_target_without_main_weights_reads_the_checkpoint(tmp_path: Path, message: Messages) -> None:

@@ -130,9 +130,54 @@ def repeated_after_a_failure() -> tuple[float, float]:
     return found[0], found[1]
 
 
+def skipped_by_a_scaler(case: str) -> dict[str, Any]:
+    """Two steps in float16, and between them one with an infinite gradient on the last rank alone."""
+    sch, engine = built(case, {"dp": 2, "tp": 2}, data_parallel="fsdp", precision="fp16-mixed")
+    engine.scaler.scaled_one()
+    engine.scaler.update(256.0)  # a loss in float16 is infinite times the first scale of torch
+    is_last = torch.distributed.get_rank() == 3
+    norms = [step(sch, engine, 0)]
+    scale, before = engine.scaler.get_scale(), values(engine)
+    unscale = engine.scaler.unscale_
+
+    def planted(optimizer: torch.optim.Optimizer) -> None:
+        for parameter in optimizer.param_groups[0]["params"] if is_last else ():
+            parameter.grad.to_local().fill_(torch.inf)
+        unscale(optimizer)
+
+    engine.scaler.unscale_ = planted
+    norms.append(step(sch, engine, 1))
+    engine.scaler.unscale_ = unscale
+    after, backed_off = values(engine), engine.scaler.get_scale() / scale
+    norms.append(step(sch, engine, 1))
+    is_same = len(before) == len(after) and all(map(torch.equal, before, after))
+    found = {"norms": norms, "kept": is_same, "scale": backed_off}
+    found["epoch"], found["weights"] = engine.lr_scheduler.last_epoch, engine.state_dict()
+    engine.close()
+    return found
+
+
+def values(engine: Any) -> list[torch.Tensor]:
+    """Copies of the weights, and of the optimizer's state on this rank."""
+    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    return [one.detach().clone() for one in (*engine.state_dict().values(), *states)]
+
+
 def everything(directory: str) -> dict[str, Any]:
     found: dict[str, Any] = {case: resumed_in_turn(case, f"{directory}/{case}") for case in CASES}
+    found["scaled"] = {case: skipped_by_a_scaler(case) for case in CASES}
     return {**found, "repeated": repeated_after_a_failure()}
+
+
+def check_scaled(results: list[dict[str, Any]], norms: list[float], weights: dict[str, torch.Tensor]) -> None:
+    """The step with an infinite gradient did nothing on any rank; the others are those in float64."""
+    for found in results:
+        first, infinite, second = found["norms"]
+        assert [first, second] == pytest.approx(norms, rel=0.03)
+        assert not torch.tensor(infinite).isfinite()
+        assert (found["kept"], found["scale"], found["epoch"]) == (True, 0.5, 2)
+        for name, value in weights.items():
+            torch.testing.assert_close(found["weights"][name].double(), value, rtol=0, atol=5e-3)
 
 
 def test_full_matrices_are_stepped_from_shards_and_resumed(tmp_path: Path) -> None:
@@ -141,7 +186,11 @@ def test_full_matrices_are_stepped_from_shards_and_resumed(tmp_path: Path) -> No
         assert result["repeated"][1] == pytest.approx(result["repeated"][0], rel=1e-12)
     for case in CASES:
         sch, plain = built(case, None)
-        norms = [step(sch, plain, number) for number in range(2 * len(CASES[case][3]))]
+        norms = []
+        for number in range(2 * len(CASES[case][3])):
+            norms.append(step(sch, plain, number))
+            if number == 1:
+                check_scaled([result["scaled"][case] for result in results], norms, plain.state_dict())
         for result in results:
             torch.testing.assert_close(result[case]["norms"], norms, rtol=1e-8, atol=0)
             for name, value in plain.state_dict().items():
