@@ -312,7 +312,7 @@ def _attached_states(saving: Saving, mesh: Mesh | None) -> dict[str, Any]:
     first, *others = by_rank.items()
     for rank, theirs in others:
         for name in sorted({*states, *theirs}):
-            if False:
+            if theirs.get(name) != first[1].get(name):
                 raise RankMismatchError(
                     f"the state of '{name}' differs between ranks: rank {first[0]} has {first[1].get(name)}, rank "
                     f"{rank} has {theirs.get(name)}",
