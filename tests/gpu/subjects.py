@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
 from collections.abc import Callable, Iterator
@@ -88,7 +89,7 @@ def close(found: dict[str, Any], expected: dict[str, Any], **tolerances: float) 
         if wanted is None:
             continue
         rtol = tolerances.get("rtol", 1e-4)
-        apart, largest = (found[name] - wanted).abs().max(), wanted.abs().max()
+        apart, largest = (found[name].to(wanted.device) - wanted).abs().max(), wanted.abs().max()
         assert apart <= rtol * largest + tolerances.get("atol", 1e-6), (name, float(apart), float(largest))
 
 
@@ -118,9 +119,30 @@ def on_ranks(
     NCCL takes no two ranks of one GPU: these communicate over gloo. A process that hangs is ended before the test is.
     """
     is_cuda = torch.device(device).type == "cuda"
+    if is_cuda and ranks > 1:
+        function = functools.partial(_with_functional_collectives, function)
     shared = "nccl" if ranks == 1 else "cpu:gloo,cuda:gloo"
     chosen = backend if backend is not None else shared if is_cuda else "gloo"
     return run_ranks(function, *args, str(device), world_size=ranks, backend=chosen, timeout=50.0 if is_cuda else 600.0)
+
+
+def _with_functional_collectives(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function where functional all-gathers and reduce-scatters of a GPU's tensors pass the host.
+
+    Those of torch read the device's addresses over gloo, and the process ends (pytorch/pytorch#152645).
+    """
+    ops = torch.ops._c10d_functional
+    library = torch.library.Library("_c10d_functional", "IMPL")
+
+    def through_the_host(operator: Any) -> Callable[..., Tensor]:
+        def run(tensor: Tensor, *args: Any) -> Tensor:
+            return ops.wait_tensor.default(operator(tensor.cpu(), *args)).to(tensor.device)
+
+        return run
+
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        library.impl(name, through_the_host(getattr(ops, name).default), "CUDA")
+    return function(*args)
 
 
 def batches(count: int, *, width: int = 32, samples: int = 4, device: Any = "cpu") -> Iterator[Tensor]:

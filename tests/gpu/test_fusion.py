@@ -272,7 +272,9 @@ class Greedy(nn.Module):
 @pytest.mark.parametrize("how", ["aot_eager", "inductor", "compile"])
 def test_out_of_memory_goes_through_as_it_is(device: torch.device, how: str) -> None:
     """A region is neither run again nor called a fault of its compiler; and a small batch works afterwards."""
-    small, large = torch.ones(4, 8, device=device), torch.ones(1 << 16, 8, device=device)
+    is_cuda = device.type == "cuda"
+    samples = 448 if is_cuda else 1 << 16  # cubed, times 32 bytes: 2.7 GiB of 1 GiB; more than any host has
+    small, large = torch.ones(4, 8, device=device), torch.ones(samples, 8, device=device)
     sch: Any = slapo.create_schedule(nn.Sequential(Greedy()).to(device), example_inputs=small)
     if how == "compile":
         sch["0"].compile(backend="aot_eager")
@@ -280,7 +282,13 @@ def test_out_of_memory_goes_through_as_it_is(device: torch.device, how: str) -> 
         sch["0"].trace()
         sch["0"].fuse(lambda y: y + 1.0, compiler=how)
     sch.model(small).backward()
-    # The CPU's allocator raises no error of this class, which a compiler may wrap.
-    with pytest.raises(torch.OutOfMemoryError if device.type == "cuda" else Exception, match="memory"):
-        sch.model(large)
+    if is_cuda:
+        torch.cuda.set_per_process_memory_fraction(2**30 / torch.cuda.mem_get_info()[1])
+    try:
+        # The CPU's allocator raises no error of this class, which a compiler may wrap.
+        with pytest.raises(torch.OutOfMemoryError if is_cuda else Exception, match="memory"):
+            sch.model(large)
+    finally:
+        if is_cuda:
+            torch.cuda.set_per_process_memory_fraction(1.0)
     sch.model(small).backward()
