@@ -13,8 +13,10 @@ from slapo_core import errors
 from slapo_core.errors import *  # noqa: F403 - all of it is public, and it imports nothing
 
 if TYPE_CHECKING:
+    from slapo_core import effects as effects
     from slapo_core.cli.main import Command as Command
     from slapo_core.dialect import Dialect as Dialect, Engine as Engine, Plan as Plan, StepResult as StepResult
+    from slapo_core.effects import Effect as Effect
     from slapo_core.hookspecs import Fact as Fact, Problem as Problem, hookimpl as hookimpl
     from slapo_core.layout import Layout as Layout, Mesh as Mesh
     from slapo_core.plugins.current import register_primitive as register_primitive
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from slapo_graph.protocol import Tracer as Tracer
     from slapo_runtime.build import build as build
     from slapo_runtime.context import BuildContext as BuildContext
+    from slapo_runtime.receipts.observing import Observation as Observation, observe as observe
     from slapo_runtime.stages import stages as stages
     from slapo_runtime.weights.live import (
         clip_grad_norm_ as clip_grad_norm_,
@@ -103,6 +106,7 @@ OWNERS = {
 _NAMES = {
     "slapo_core.cli.main": ("Command",),
     "slapo_core.dialect": ("Dialect", "Engine", "Plan", "StepResult"),
+    "slapo_core.effects": ("Effect",),
     "slapo_core.hookspecs": ("Fact", "Problem", "hookimpl"),
     "slapo_core.layout": ("Layout", "Mesh"),
     "slapo_core.plugins.current": ("register_primitive",),
@@ -119,6 +123,7 @@ _NAMES = {
     "slapo_graph.protocol": ("Tracer",),
     "slapo_runtime.build": ("build",),
     "slapo_runtime.context": ("BuildContext",),
+    "slapo_runtime.receipts.observing": ("Observation", "observe"),
     "slapo_runtime.stages": ("stages",),
     "slapo_runtime.weights.live": (
         "clip_grad_norm_",
@@ -138,7 +143,7 @@ _NAMES = {
 
 PUBLIC = {name: module for module, names in _NAMES.items() for name in names}
 
-_MODULES = {"patterns": "slapo_graph.patterns"}
+_MODULES = {"effects": "slapo_core.effects", "patterns": "slapo_graph.patterns"}
 
 __all__ = sorted((*PUBLIC, *_MODULES))
 

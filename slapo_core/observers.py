@@ -17,12 +17,15 @@ __all__ = [
     "attributed",
     "dropout_is_off",
     "goes_around",
+    "happened",
     "is_inlined",
+    "is_observed",
     "is_recording",
     "only_looks",
     "run_from",
     "spans_stages",
     "tell_verify",
+    "watched",
     "withheld",
 ]
 
@@ -68,6 +71,40 @@ def attributed(attribute: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         _attribute = before
+
+
+Event = Literal["call", "fallback", "compiled", "replay", "recomputation"]
+"""An event of a step: a call of what it put in, its fallback, a run of compiled code, of a CUDA graph, again."""
+
+_watch: Callable[..., None] | None = None
+
+
+def happened(event: Event, name: str = "", **facts: Any) -> None:
+    """Report an event of a step's code to a block of :func:`watched`; without one this does nothing.
+
+    Args:
+        event: its kind.
+        name: of the function that ran, as :class:`slapo_core.effects.Calls` names it; of a fallback, the reason.
+        facts: about it, e.g. ``graph_breaks=1``.
+    """
+    if _watch is not None:
+        _watch(event, name, **facts)
+
+
+@contextmanager
+def watched(watch: Callable[..., None]) -> Iterator[None]:
+    """Let ``watch(event, name, **facts)`` get the events of :func:`happened` in a block."""
+    global _watch
+    before, _watch = _watch, watch
+    try:
+        yield
+    finally:
+        _watch = before
+
+
+def is_observed() -> bool:
+    """Return whether a block of :func:`watched` is open."""
+    return _watch is not None
 
 
 def dropout_is_off() -> bool:

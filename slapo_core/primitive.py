@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from slapo_core.errors import ArgumentError, place
 
 if TYPE_CHECKING:
+    from slapo_core.effects import Effect
     from slapo_core.tree.edit import Edit
     from slapo_core.tree.node import Node
 
@@ -275,6 +276,17 @@ class Primitive(ABC):
         """Yield every sign that the primitive did not take effect at ``node``."""
         return iter(())
 
+    def effects(self, node: Node) -> Iterator[Effect]:
+        """Yield what a training step shows where this step is in effect; ``observe`` and ``verify`` look for it.
+
+        Called on each rank after all steps, with the live model. A step without an effect on this rank, e.g. along a
+        mesh dimension of one rank, yields none.
+
+        Args:
+            node: where the step was applied.
+        """
+        return iter(())
+
     def arguments(self) -> dict[str, Any]:
         """Return the fields by name, in order."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -322,8 +334,9 @@ _METHODS = {
     "bind": "(self, node)",
     "preconditions": "(self, node)",
     "postconditions": "(self, node)",
+    "effects": "(self, node)",
 }
-"""The methods that a transaction calls, with their signatures."""
+"""The methods that slapo calls, with their signatures."""
 
 
 @functools.cache
@@ -446,7 +459,7 @@ class Record:
         distribution: the distribution that provides the primitive, e.g. ``"acme-slapo"``.
         version: that distribution's version, e.g. ``"0.1.0"``.
         location: the user's ``file:line`` that applied it, e.g. ``"bert_tp.py:41"``.
-        effects: one line for each edit; they differ between ranks, so that equality ignores them.
+        edits: one line for each edit; they differ between ranks, so that equality ignores them.
     """
 
     index: int
@@ -455,7 +468,7 @@ class Record:
     distribution: str
     version: str
     location: str = dataclasses.field(default="", compare=False)
-    effects: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    edits: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def name(self) -> str:

@@ -123,8 +123,8 @@ def transact(
         _check(core, node, primitive, plugin)
         try:
             result = _change(edit, node, primitive, plugin)
-            effects = edit.effects(node.path)
-            record = Record(len(core.history) + 1, primitive, node.path, *provider, location, effects)
+            edits = edit.described(node.path)
+            record = Record(len(core.history) + 1, primitive, node.path, *provider, location, edits)
         except BaseException as error:
             _roll_back(edit, node, primitive, plugin, error)
             raise

@@ -329,7 +329,7 @@ class Edit:
         replacements = [entry for entry in self.entries if isinstance(entry, ReplaceModule)]
         return next((entry for entry in reversed(replacements) if entry.took_out(path)), None)
 
-    def effects(self, path: str) -> tuple[str, ...]:
+    def described(self, path: str) -> tuple[str, ...]:
         """Describe the entries, for ``explain``, with paths relative to ``path``."""
         below = f"{path}." if path else ""
         done = zip(self._paths, self.entries, strict=True)

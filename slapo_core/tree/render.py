@@ -121,7 +121,7 @@ _DOTTED = re.compile(r"(?<![\w.])(?:\w+\.)+[A-Za-z_]\w*")  # a full name, never 
 def explain_records(records: Sequence[Record]) -> str:
     """Describe each step: the call, its path, distribution and source line, and every effect.
 
-    Steps that are the same call with the same effects in repeated layers are shown once:
+    Steps that are the same call with the same edits in repeated layers are shown once:
     ``layer.{0-5}.output.dense (x 6)``.
     """
     if not records:
@@ -129,7 +129,7 @@ def explain_records(records: Sequence[Record]) -> str:
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         # Full names inside an effect carry the layer's number too (tied parameters): fold it there as well.
-        effects = tuple(_DOTTED.sub(lambda name: _NUMBER.sub("*", name[0]), effect) for effect in record.effects)
+        effects = tuple(_DOTTED.sub(lambda name: _NUMBER.sub("*", name[0]), effect) for effect in record.edits)
         key = (record.primitive.name, str(record.primitive), _NUMBER.sub("*", record.path), record.location, effects)
         groups.setdefault(key, []).append(record)
     lines: list[str] = []
@@ -141,7 +141,7 @@ def explain_records(records: Sequence[Record]) -> str:
             f"#{numbers} {first.primitive} at {_where([record.path for record in same])}{times}"
             f"  [{first.name}, {first.distribution} {first.version}]  {first.location}"
         )
-        lines.extend(f"    {effect}" for effect in first.effects)
+        lines.extend(f"    {effect}" for effect in first.edits)
     return "\n".join(lines)
 
 

@@ -49,7 +49,7 @@ def test_marking_again_changes_the_mark_and_undo_gives_the_first_back() -> None:
     sch = slapo.create_schedule(model)
     sch["head"].annotate("weight", "group", "a").annotate("weight", "group", "b")
     assert model.head.weight.group == "b"
-    assert [record.effects for record in sch.records] == [("weight.group = 'a'",), ("weight.group = 'b'",)]
+    assert [record.edits for record in sch.records] == [("weight.group = 'a'",), ("weight.group = 'b'",)]
     sch.undo()
     assert model.head.weight.group == "a"
 

@@ -52,7 +52,7 @@ def test_steps_of_repeated_layers_are_folded() -> None:
 def test_tied_tensors_are_named() -> None:
     sch = slapo.create_schedule(Tied(), mesh={"tp": 2})
     sch["out"].apply(Halve())
-    assert sch.records[0].effects == ("weight (10, 8) -> (5, 8), tp: S(0), tied with out.weight",)
+    assert sch.records[0].edits == ("weight (10, 8) -> (5, 8), tp: S(0), tied with out.weight",)
 
 
 def test_changes_below_the_node_have_paths_and_are_folded() -> None:

@@ -428,7 +428,7 @@ def test_a_forward_set_by_a_step_runs_within_the_wrappers_in_every_copy() -> Non
     before = ModelSnapshot(model)
     sch.apply(Call(lambda node, edit: edit.set_forward(node, offset)))
     assert sch.root.forward_is_replaced
-    assert sch.records[-1].effects == ("forward runs offset",)
+    assert sch.records[-1].edits == ("forward runs offset",)
     twin = copy.deepcopy(model)
     twin.weight.data.fill_(5.0)
     assert (model(torch.tensor(2.0)).item(), twin(torch.tensor(2.0)).item()) == (107.0, 111.0)

@@ -138,7 +138,7 @@ def test_a_step_that_fails_leaves_no_hook_or_wrapper_behind(size: int) -> None:
 def test_explain_marks_inactive_calls() -> None:
     sch = _schedule(1)
     sch["head"].apply(Collective())
-    assert sch.records[0].effects == (
+    assert sch.records[0].edits == (
         "forward hook ran, inactive (nothing to do on this mesh)",
         "full_backward hook backward_hook, inactive (nothing to do on this mesh)",
         "forward wrapped by doubled, inactive (nothing to do on this mesh)",
@@ -146,7 +146,7 @@ def test_explain_marks_inactive_calls() -> None:
     assert "\n    forward hook ran, inactive (nothing to do on this mesh)\n" in sch.explain()
     sch = _schedule(2)
     sch["head"].apply(Collective())
-    assert sch.records[0].effects == (
+    assert sch.records[0].edits == (
         "forward hook ran",
         "full_backward hook backward_hook",
         "forward wrapped by doubled",
@@ -289,7 +289,7 @@ def test_hooks_are_carried_to_the_new_module_as_they_were(size: int) -> None:
     active = [first, second, third] if size == 2 else [second]
     assert list(model.head._forward_hooks.values()) == active
     assert list(model.head._forward_pre_hooks.values()) == ([pre_hook] if size == 2 else [])
-    assert sch.records[-1].effects[0] == "module Linear -> Linear, with its 4 hooks"
+    assert sch.records[-1].edits[0] == "module Linear -> Linear, with its 4 hooks"
     sch.undo()
     assert sch["head"].hooks == expected
     assert_bit_identical(before, model)

@@ -147,7 +147,7 @@ def test_effects_say_what_changed() -> None:
         edit.note("and this")
 
     sch["head"].apply(Call(change))
-    assert sch.records[0].effects == (
+    assert sch.records[0].edits == (
         "in_features 8 -> 4",
         "fresh (none) -> 'yes'",
         "weight (4, 8) -> (4, 4)",

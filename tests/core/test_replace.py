@@ -63,7 +63,7 @@ def test_module_takes_over_the_old_weights_as_the_same_objects() -> None:
     assert new.weight is weight
     assert new.bias is bias
     assert torch.equal(model(x), expected)
-    assert sch.records[0].effects == (
+    assert sch.records[0].edits == (
         "module Linear -> Linear",
         "weight (4, 8), other values",
         "bias (4,), other values",
@@ -98,7 +98,7 @@ def test_renamed_parameters_keep_their_origin() -> None:
     assert model.head.matrix is weight
     assert torch.equal(model(x), expected)
     assert sch["head"].layout("matrix").origin == "head.weight"
-    assert sch.records[0].effects[-1] == (
+    assert sch.records[0].edits[-1] == (
         "parameters taken over from the old module: matrix, bias; added: gain; renamed: weight -> matrix"
     )
     sch["head"].apply(Halve())
@@ -151,7 +151,7 @@ def test_dropped_and_unknown_parameters(message: Messages) -> None:
     message(_refusal(lambda: sch["head"].replace(nn.Linear(8, 4, bias=False))), "'bias' (4,)", 'drop=["bias"]')
     message(_refusal(lambda: sch["head"].replace(nn.Linear(8, 4), drop="biass")), "'biass'")
     sch["head"].replace(nn.Linear(8, 4, bias=False), drop="bias")
-    assert sch.records[0].effects[-1] == "parameters taken over from the old module: weight; dropped: bias"
+    assert sch.records[0].edits[-1] == "parameters taken over from the old module: weight; dropped: bias"
     assert sch["head"].parameters.keys() == {"weight"}
 
 

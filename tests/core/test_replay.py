@@ -62,7 +62,7 @@ def test_replay_gives_equal_records_and_the_same_gradients(name: str) -> None:
     again = slapo.replay(fresh, sch.to_json())
     assert again.records == sch.records
     assert len(again.records) > 10
-    assert [record.effects for record in again.records] == [record.effects for record in sch.records]
+    assert [record.edits for record in again.records] == [record.edits for record in sch.records]
     assert [record.location for record in again.records] == [record.location for record in sch.records]
     assert again.mesh is not None
     assert again.mesh.sizes == {"tp": 1}

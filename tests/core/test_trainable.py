@@ -68,7 +68,7 @@ def test_freezing_is_undone_exactly() -> None:
     sch["out"].apply(Freeze("weight"))
     assert not model.embed.weight.requires_grad
     assert before.differences(model)
-    assert sch.records[0].effects == ("weight is frozen",)
+    assert sch.records[0].edits == ("weight is frozen",)
     sch.undo()
     assert before.differences(model) == []
     assert sch._core.tree.tensors.trained == {}

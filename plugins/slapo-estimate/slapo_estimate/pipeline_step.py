@@ -11,7 +11,6 @@ from torch import nn
 
 from slapo_core.errors import BuildError, EstimateError
 from slapo_core.internals import Internals
-from slapo_estimate.attribution import attribute_steps
 from slapo_estimate.trackers import ObserverMode
 from slapo_estimate.training_step import Gathered, hold_gradients, hold_optimizer, hold_tensors, optimizer_of
 from slapo_runtime.batches import bound_batch, in_mode, micro_batches
@@ -21,6 +20,7 @@ from slapo_runtime.correspondence import Correspondence, placement_of
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.losses import LossCall
 from slapo_runtime.ranks.world import simulated_rank
+from slapo_runtime.receipts.attribution import attribute_steps
 from slapo_runtime.stages import StagedModel, ask, needing
 
 if TYPE_CHECKING:

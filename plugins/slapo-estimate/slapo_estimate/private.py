@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException as UnsupportedOperatorException,
     unset_fake_temporarily as unset_fake_temporarily,
 )
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import (
@@ -146,48 +145,6 @@ def resizes_through(call: Callable[..., Any]) -> Iterator[None]:
             yield
         finally:
             torch.UntypedStorage.resize_ = run  # type: ignore[method-assign]
-
-
-@contextmanager
-def backwards_through(call: Callable[..., Any]) -> Iterator[None]:
-    """Route ``torch.autograd.backward`` and ``tensor.backward`` through ``call(run, *args, **kwargs)``."""
-    with PATCHING:
-        run = torch.autograd.backward
-        torch.autograd.backward = partial(call, run)
-        try:
-            yield
-        finally:
-            torch.autograd.backward = run
-
-
-def current_autograd_node() -> Any:
-    """Return the node whose backward runs; None outside of backward passes."""
-    return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
-
-
-def next_sequence_number() -> int:
-    """Return the number of this thread's next autograd node."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
-
-
-def sequence_number(node: Any) -> int:
-    """Return the position of an autograd node in its thread's order of creation; ``2**64 - 1`` for leaves."""
-    number: int = node._sequence_nr()
-    return number
-
-
-def ranks_of_group(group: Any) -> tuple[int, ...]:
-    """Return the global ranks of a process group, in its order.
-
-    Args:
-        group: as operations take it: a name, a group, or a group boxed for an operator.
-    """
-    if isinstance(group, str):
-        group = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    elif not isinstance(group, dist.ProcessGroup):
-        group = dist.ProcessGroup.unbox(group)
-    return tuple(dist.get_process_group_ranks(group))
 
 
 def bucket_assignment(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:

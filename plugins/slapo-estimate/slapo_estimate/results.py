@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
+from slapo_runtime.receipts.collectives import CollectiveCall as CollectiveCall
+
 if TYPE_CHECKING:
     from slapo_estimate.device import DeviceSpec
 
@@ -53,30 +55,6 @@ class Memory:
 
 
 _KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs")
-
-
-@dataclass(frozen=True)
-class CollectiveCall:
-    """One collective, send or receive of a step.
-
-    Args:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``,
-            ``"send"``, ...
-        mesh_dim: the mesh dimension of its group; ``""`` for another group.
-        ranks: the size of the group.
-        bytes: size of the tensor that this rank gives.
-        module: path of the module that communicates.
-        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        record: the step of the schedule that added it, as in ``str(record)``; empty for the model's own.
-    """
-
-    kind: str
-    mesh_dim: str
-    ranks: int
-    bytes: int
-    module: str
-    phase: str
-    record: str = ""
 
 
 @dataclass(frozen=True)

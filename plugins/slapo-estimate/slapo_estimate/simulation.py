@@ -21,8 +21,6 @@ from torch import nn
 
 from slapo_core.errors import EstimateError, SlapoError
 from slapo_core.internals import Internals, SafeFakeTensorMode, buffers_of, is_data_pointer_error
-from slapo_estimate.attribution import PositionTracker
-from slapo_estimate.collectives import CollectiveTracker, MeshGroups
 from slapo_estimate.pipeline_step import pipeline_of, train_stages
 from slapo_estimate.private import (
     FakeStore,
@@ -38,6 +36,8 @@ from slapo_estimate.trackers import FlopTracker, MemoryTracker, OperationObserve
 from slapo_estimate.training_step import train
 from slapo_estimate.values import KnownValues, UnknownValueError, is_tracked
 from slapo_runtime.correspondence import Correspondence
+from slapo_runtime.receipts.attribution import PositionTracker
+from slapo_runtime.receipts.collectives import CollectiveTracker, MeshGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -12,7 +12,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from slapo_core.errors import EstimateError
-from slapo_estimate.collectives import wait_operations
 from slapo_estimate.private import (
     ADDED_PRODUCT,
     ATTENTION,
@@ -27,10 +26,11 @@ from slapo_estimate.private import (
     tree_leaves,
 )
 from slapo_estimate.results import Memory
+from slapo_runtime.receipts.collectives import wait_operations
 
 if TYPE_CHECKING:
-    from slapo_estimate.attribution import PositionTracker
     from slapo_estimate.values import KnownValues
+    from slapo_runtime.receipts.attribution import PositionTracker
 
 Formula = Callable[..., int]
 """Arguments of an operation, and its result as ``out_val`` -> FLOPs; a multiply-add is two."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from slapo_core.errors import ArgumentError, EstimateError
-from slapo_core.internals import Internals, module_calls_through
-from slapo_estimate.attribution import attribute_steps
+from slapo_core.internals import Internals
 from slapo_estimate.private import (
     FakeTensorMode,
-    backwards_through,
     bucket_assignment,
     replicated_through,
     runtimes_without_memory,
@@ -28,12 +25,12 @@ from slapo_estimate.trackers import ObserverMode
 from slapo_estimate.values import KnownValues, hide_fake_tensors
 from slapo_runtime.build import simulated_step
 from slapo_runtime.ranks.world import simulated_rank
+from slapo_runtime.receipts.attribution import attribute_steps, phases_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from slapo_core import Schedule
-    from slapo_estimate.attribution import PositionTracker
     from slapo_estimate.results import Assumptions
     from slapo_estimate.simulation import Request, Trackers
     from slapo_estimate.trackers import MemoryTracker
@@ -231,7 +228,7 @@ def train(
             runtimes_without_memory(),
             replicated_through(replicate),
             position.watching(),
-            _phases(position, model),
+            phases_of(position, model),
             memory.watching(),
             hide_fake_tensors(),
             simulated_rank(),
@@ -277,28 +274,6 @@ class _Nothing(torch.optim.Optimizer):
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None: ...  # type: ignore[override]
-
-
-@contextmanager
-def _phases(position: PositionTracker, model: nn.Module) -> Iterator[None]:
-    """Set the phase of an engine's step: forward from the model's call on, backward, then the optimizer."""
-
-    def backward(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if position.step == "backward":  # of a checkpointed module, within the backward pass
-            return run(*args, **kwargs)
-        position.begin("backward")
-        try:
-            run(*args, **kwargs)
-        finally:
-            position.begin("optimizer")
-
-    def called(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module is model:
-            position.begin("forward")
-        return run(module, *args, **kwargs)
-
-    with module_calls_through(called), backwards_through(backward):
-        yield
 
 
 def hold_tensors(

@@ -11,8 +11,6 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_estimate.attribution import PositionTracker
-from slapo_estimate.collectives import CollectiveTracker, MeshGroups, collective_operations, wait_operations
 from slapo_estimate.private import (
     FakeStore,
     FakeTensorMode,
@@ -23,6 +21,8 @@ from slapo_estimate.private import (
 from slapo_estimate.trackers import ObserverMode
 from slapo_estimate.values import KnownValues
 from slapo_runtime.launcher import run_process
+from slapo_runtime.receipts.attribution import PositionTracker
+from slapo_runtime.receipts.collectives import CollectiveTracker, MeshGroups, collective_operations, wait_operations
 
 MESH = {"dp": 2, "cp": 2, "tp": 4}
 RANK = 6  # dp 0, cp 1, tp 2

@@ -23,10 +23,8 @@ from slapo_estimate.private import (
     UnsupportedOperatorException,
     attention_of_cuda,
     bucket_assignment,
-    current_autograd_node,
     flop_formulas,
     is_traceable_wrapper_subclass,
-    next_sequence_number,
     unset_fake_temporarily,
 )
 from slapo_estimate.roofline import _UNPACKED
@@ -36,22 +34,6 @@ from tests.support.private_names import private_names
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
     assert private_names(Path(private.__file__).parent) == []
-
-
-def test_autograd_nodes_are_numbered_in_order_of_creation() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    number = next_sequence_number()
-    y = weight * 2
-    assert y.grad_fn is not None
-    assert (private.sequence_number(y.grad_fn), next_sequence_number()) == (number, number + 1)
-    leaf = y.grad_fn.next_functions[0][0]
-    assert private.sequence_number(leaf) == 2**64 - 1
-    assert leaf.variable is weight
-    seen = []
-    y.register_hook(lambda grad: seen.append(current_autograd_node()))
-    y.sum().backward()
-    assert current_autograd_node() is None
-    assert seen[0] is not None
 
 
 def test_fake_tensors_raise_when_values_are_read() -> None:
@@ -141,18 +123,6 @@ def test_storage_identity_and_sparse_tensors() -> None:
     assert [part.tolist() for part in private.sparse_parts(sparse)] == [[[0, 1, 2, 3]], [1.0] * 4]
 
 
-@pytest.mark.ranks
-def test_ranks_of_a_group_are_found_by_name() -> None:
-    assert run_process(_ranks_of_a_fake_group, timeout=60.0) == [tuple(range(8))] * 2
-
-
-def _ranks_of_a_fake_group() -> list[tuple[int, ...]]:
-    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
-    group = dist.group.WORLD
-    assert group is not None
-    return [private.ranks_of_group(group), private.ranks_of_group(group.group_name)]
-
-
 def test_trees_are_flattened_and_mapped() -> None:
     leaves, spec = private.tree_flatten({"a": [1, (2,)]})
     assert leaves == private.tree_leaves({"a": [1, (2,)]}) == [1, 2]
@@ -160,29 +130,19 @@ def test_trees_are_flattened_and_mapped() -> None:
     assert private.tree_map_only(int, lambda value: -value, ["x", 1]) == ["x", -1]
 
 
-def test_resizes_and_backward_passes_are_routed_through_a_function() -> None:
+def test_resizes_are_routed_through_a_function() -> None:
     seen: list[Any] = []
 
     def resized(run: Any, storage: torch.UntypedStorage, size: int) -> Any:
         seen.append((storage.nbytes(), size))
         return run(storage, size)
 
-    def backward(run: Any, *args: Any, **kwargs: Any) -> None:
-        seen.append("before")
-        run(*args, **kwargs)
-        seen.append("after")
-
-    x = torch.ones(2, requires_grad=True)
-    with private.resizes_through(resized), private.backwards_through(backward):
-        x.sum().backward()
+    with private.resizes_through(resized):
         storage = torch.ones(4).untyped_storage()
         storage.resize_(0)
     storage.resize_(8)
-    x.sum().backward()
-    assert seen == ["before", "after", (16, 0)]
+    assert seen == [(16, 0)]
     assert storage.nbytes() == 8
-    assert x.grad is not None
-    assert x.grad.tolist() == [2, 2]
 
 
 def test_a_replica_without_a_reducer_calls_its_module() -> None:

@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo_core as slapo
-from slapo_estimate.attribution import PositionTracker
-from slapo_estimate.collectives import wait_operations
 from slapo_estimate.private import FakeTensorMode
 from slapo_estimate.simulation import kinds_of_ranks
 from slapo_estimate.trackers import MemoryTracker, ObserverMode
 from slapo_estimate.values import KnownValues
+from slapo_runtime.receipts.attribution import PositionTracker
+from slapo_runtime.receipts.collectives import wait_operations
 
 KIB = 1024
 

@@ -126,7 +126,7 @@ def test_missing_sources_are_named(message: Messages) -> None:
 def test_fallback_is_opt_in_and_recorded(message: Messages) -> None:
     sch: Any = slapo.create_schedule(model())
     sch["1"].apply(Bind("slapo_fusion_test::absent", fallback=True))
-    (told,) = (effect for effect in sch.records[-1].effects if "fallback=True" in effect)
+    (told,) = (effect for effect in sch.records[-1].edits if "fallback=True" in effect)
     message(told, "'slapo_fusion_test::absent'")
     assert torch.equal(sch.model(X), model()(X))
 

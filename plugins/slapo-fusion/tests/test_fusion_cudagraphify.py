@@ -95,7 +95,7 @@ def test_without_cuda_it_does_nothing_and_says_so() -> None:
     model = nn.Sequential(Feed())
     sch = slapo.create_schedule(model)
     sch["0"].apply(Cudagraphify())
-    assert "there is no CUDA device: the forward runs as it is" in sch.records[0].effects
+    assert "there is no CUDA device: the forward runs as it is" in sch.records[0].edits
     assert "forward" not in model[0].__dict__
     slapo.verify(sch, torch.randn(3, 6))
 

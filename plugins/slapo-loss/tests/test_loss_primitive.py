@@ -336,7 +336,7 @@ def test_overlap_fits_at_the_head_in_both_orders_and_has_no_effect_on_its_loss()
         sch["head"].sync("bwd_post", "all_reduce", overlap=True)
         if not is_loss_first:
             sch["head"].linear_cross_entropy()
-        assert any("overlap=True has no effect" in text for text in sch.records[-1].effects)
+        assert any("overlap=True has no effect" in text for text in sch.records[-1].edits)
 
 
 def test_a_head_split_along_its_features_afterwards_is_refused_by_build() -> None:

@@ -69,7 +69,7 @@ def with_choices(plan: Plan, schedule: Schedule) -> Plan:
     lines = [
         f"{effect.removeprefix(_CHOICE)} ({record})"
         for record in schedule.records
-        for effect in record.effects
+        for effect in record.edits
         if effect.startswith(_CHOICE)
     ]
     return replace(plan, steps=(*plan.steps, *lines)) if lines else plan

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from slapo_core.observers import PATCHING
 
 __all__ = [
     "TorchDispatchMode",
@@ -149,3 +153,50 @@ def register_outputs(model: nn.Module) -> None:
     for module in model.modules() if isinstance(registry, dict) else ():
         if hasattr(module, "_can_record_outputs"):
             dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
+
+
+@contextmanager
+def backwards_through(call: Callable[..., Any]) -> Iterator[None]:
+    """Route ``torch.autograd.backward`` and ``tensor.backward`` through ``call(run, *args, **kwargs)``."""
+    with PATCHING:
+        run = torch.autograd.backward
+        torch.autograd.backward = partial(call, run)
+        try:
+            yield
+        finally:
+            torch.autograd.backward = run
+
+
+def current_autograd_node() -> Any:
+    """Return the node whose backward runs; None outside of backward passes."""
+    return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+
+
+def next_sequence_number() -> int:
+    """Return the number of this thread's next autograd node."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def sequence_number(node: Any) -> int:
+    """Return the position of an autograd node in its thread's order of creation; ``2**64 - 1`` for leaves."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def ranks_of_group(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group, in its order.
+
+    Args:
+        group: as operations take it: a name, a group, or a group boxed for an operator.
+    """
+    if isinstance(group, str):
+        group = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    elif not isinstance(group, dist.ProcessGroup):
+        group = dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator overload; None for another callable."""
+    return getattr(operator, "_schema", None)

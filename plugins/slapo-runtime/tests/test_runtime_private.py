@@ -15,7 +15,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_runtime import private
-from slapo_runtime.launcher import run_ranks
+from slapo_runtime.launcher import run_process, run_ranks
 from slapo_runtime.schedule_copies import sent
 from tests.support.private_names import private_names
 
@@ -165,3 +165,50 @@ def test_a_model_sent_to_another_process_gives_the_outputs_that_a_batch_asks_for
     assert (len(found.hidden_states), len(found.attentions)) == (3, 2)
     for key in ("hidden_states", "attentions"):
         assert all(map(torch.equal, found[key], expected[key]))
+
+
+def test_autograd_nodes_are_numbered_in_order_of_creation() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    number = private.next_sequence_number()
+    y = weight * 2
+    assert y.grad_fn is not None
+    assert (private.sequence_number(y.grad_fn), private.next_sequence_number()) == (number, number + 1)
+    leaf = y.grad_fn.next_functions[0][0]
+    assert private.sequence_number(leaf) == 2**64 - 1
+    assert leaf.variable is weight
+    seen = []
+    y.register_hook(lambda grad: seen.append(private.current_autograd_node()))
+    y.sum().backward()
+    assert private.current_autograd_node() is None
+    assert seen[0] is not None
+
+
+@pytest.mark.ranks
+def test_ranks_of_a_group_are_found_by_name() -> None:
+    assert run_process(_ranks_of_a_fake_group, timeout=60.0) == [tuple(range(8))] * 2
+
+
+def _ranks_of_a_fake_group() -> list[tuple[int, ...]]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    group = dist.group.WORLD
+    assert group is not None
+    return [private.ranks_of_group(group), private.ranks_of_group(group.group_name)]
+
+
+def test_backward_passes_are_routed_through_a_function() -> None:
+    seen: list[str] = []
+
+    def backward(run: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append("before")
+        run(*args, **kwargs)
+        seen.append("after")
+
+    x = torch.ones(2, requires_grad=True)
+    with private.backwards_through(backward):
+        x.sum().backward()
+    x.sum().backward()
+    assert seen == ["before", "after"]
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2]

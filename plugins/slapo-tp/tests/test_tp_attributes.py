@@ -49,7 +49,7 @@ def test_shard_attribute_divides_on_the_instance_and_undo_restores() -> None:
     sch = slapo.create_schedule(nn.ModuleDict({"heads": heads}), mesh={"tp": 2})
     sch["heads"].shard_attribute(["num_heads", "layers"])
     assert (heads.num_heads, heads.layers, heads.width, Heads.layers) == (2, 1, 16, 2)
-    assert sch.records[0].effects == ("num_heads 4 -> 2", "layers (none) -> 1")
+    assert sch.records[0].edits == ("num_heads 4 -> 2", "layers (none) -> 1")
     sch.undo()
     assert (heads.num_heads, heads.layers, heads.width) == (4, 2, 32)
     assert "layers" not in vars(heads)

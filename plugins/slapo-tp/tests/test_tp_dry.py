@@ -71,7 +71,7 @@ def test_steps_on_one_rank_are_recorded_without_effect() -> None:
     apply(sch)
     assert facts(model) == before
     assert len(sch.records) == 10
-    effects = {effect for record in sch.records for effect in record.effects}
+    effects = {effect for record in sch.records for effect in record.edits}
     assert effects >= {
         "weight (24, 8) stays, tp: S(0), packed (8, 8, 8) on axis 0",
         "forward hook OutputHook, inactive (nothing to do on this mesh)",
@@ -171,13 +171,13 @@ def test_shapes_are_right_on_meta() -> None:
 def test_unknown_layer_types_are_noted_in_the_record() -> None:
     sch = slapo.create_schedule(Model(), mesh={"tp": 2})
     sch["norm"].shard("weight", axis=0)
-    assert sch.records[-1].effects == (
+    assert sch.records[-1].edits == (
         "weight (8,) -> (4,), tp: S(0)",
         "unknown layer type LayerNorm: only the tensor was sharded; its forward and size attributes are unchanged "
         "(slapo_tp.register_layer names it)",
     )
     sch["fc1"].shard("weight", axis=0)
-    assert sch.records[-1].effects[-1] == "the bias of 'fc1' is still full: shard('bias', axis=0) belongs to this"
+    assert sch.records[-1].edits[-1] == "the bias of 'fc1' is still full: shard('bias', axis=0) belongs to this"
 
 
 class Scaled(nn.Linear):
@@ -211,7 +211,7 @@ def test_subclass_with_other_forward_gets_only_its_tensor_sharded(message: Messa
     sch["1"].shard("weight", axis=1)
     assert sch["1"].module.in_features == 8
     assert "forward" not in sch["1"].module.__dict__
-    assert sch.records[-1].effects[-1].startswith("unknown layer type OwnLinear: only the tensor was sharded")
+    assert sch.records[-1].edits[-1].startswith("unknown layer type OwnLinear: only the tensor was sharded")
     with pytest.raises(slapo.PreconditionError) as refused:
         sch["0"].shard("weight", axis=0)
     message(refused, "OwnEmbedding does not call that of nn.Embedding", "axis=1")

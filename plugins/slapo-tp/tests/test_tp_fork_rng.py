@@ -215,7 +215,7 @@ def test_fork_rng_gives_equal_numbers_compiled_observed_or_eager() -> None:
 def test_one_rank_records_an_inactive_wrapper() -> None:
     sch = slapo.create_schedule(Model(), mesh={"tp": 1})
     sch["split"].fork_rng()
-    assert sch.records[-1].effects == (
+    assert sch.records[-1].edits == (
         "forward wrapped by with_own_rng, inactive (nothing to do on this mesh)",
         "mesh_dim 'tp' has one rank: there is one stream",
     )

@@ -217,7 +217,7 @@ def test_a_padded_gather_is_estimated() -> None:
 def test_padding_shows_in_the_record_and_stays_when_another_axis_is_split() -> None:
     sch = slapo.create_schedule(words(), mesh={"ep": 2, "tp": 4}, rank=3)
     gathered_above(sch)
-    assert sch.records[0].effects[0] == "weight (9, 4) -> (3, 4), tp: S(0), padded by 3 on axis 0"
+    assert sch.records[0].edits[0] == "weight (9, 4) -> (3, 4), tp: S(0), padded by 3 on axis 0"
     sch["1"].shard("weight", axis=1, mesh_dim="ep")
     assert sch["1"].layout("weight").padding == ((0, 1),)
     assert sch["1"].layout("weight").local_shape(sch.mesh) == (2, 2)

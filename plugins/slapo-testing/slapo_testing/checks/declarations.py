@@ -172,11 +172,11 @@ def json_round_trip(case: Case) -> None:
         bench.apply()
         again = replay(build_model(case), bench.schedule.to_json(), example_inputs=bench.schedule.example_inputs)
         for saved, replayed in zip(bench.schedule.records, again.records, strict=True):
-            if saved != replayed or saved.effects != replayed.effects:
+            if saved != replayed or saved.edits != replayed.edits:
                 raise CheckError(
                     "the schedule replays to other records",
-                    required=f"{saved!r} with the effects {saved.effects}",
-                    got=f"{replayed!r} with the effects {replayed.effects}",
+                    required=f"{saved!r} with the edits {saved.edits}",
+                    got=f"{replayed!r} with the edits {replayed.edits}",
                     hint="let apply() depend on fields and node only, not on global state or random numbers",
                 )
 

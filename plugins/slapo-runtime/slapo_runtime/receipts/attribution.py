@@ -13,7 +13,7 @@ from torch import nn
 
 from slapo_core.internals import forwards, hooks_of, journal, module_calls_through, parameters_of
 from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
-from slapo_estimate.private import current_autograd_node, next_sequence_number, sequence_number
+from slapo_runtime.private import backwards_through, current_autograd_node, next_sequence_number, sequence_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -162,6 +162,28 @@ class PositionTracker:
             return
         self._numbers.append(number)
         self._since.append(at)
+
+
+@contextmanager
+def phases_of(position: PositionTracker, model: nn.Module) -> Iterator[None]:
+    """Set the phase of an engine's step: forward from the model's call on, backward, then the optimizer."""
+
+    def backward(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if position.step == "backward":  # of a checkpointed module, within the backward pass
+            return run(*args, **kwargs)
+        position.begin("backward")
+        try:
+            run(*args, **kwargs)
+        finally:
+            position.begin("optimizer")
+
+    def called(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is model:
+            position.begin("forward")
+        return run(module, *args, **kwargs)
+
+    with module_calls_through(called), backwards_through(backward):
+        yield
 
 
 def attribute_steps(

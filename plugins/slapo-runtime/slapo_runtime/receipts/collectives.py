@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_estimate.private import ranks_of_group, schema_of, tree_leaves
-from slapo_estimate.results import CollectiveCall
+from slapo_runtime.private import ranks_of_group, schema_of, tree_leaves
 
 if TYPE_CHECKING:
-    from slapo_estimate.attribution import PositionTracker
+    from slapo_runtime.receipts.attribution import PositionTracker
 
 _OPERATIONS: dict[str, tuple[str, int | None]] = {
     # operator: kind, and the position of the tensor that this rank gives; None for none
@@ -59,6 +59,32 @@ _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
 _GROUP_ARGUMENTS = ("group_name", "process_group")
 
 
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One collective, send or receive of a step.
+
+    Args:
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``,
+            ``"send"``, ...
+        mesh_dim: the mesh dimension of its group; ``""`` for another group.
+        ranks: the size of the group.
+        bytes: size of the tensor that this rank gives.
+        module: path of the module that communicates.
+        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        record: the step of the schedule that added it, as in ``str(record)``; empty for the model's own.
+        dtype: of the tensor, e.g. ``"float32"``; empty without one.
+    """
+
+    kind: str
+    mesh_dim: str
+    ranks: int
+    bytes: int
+    module: str
+    phase: str
+    record: str = ""
+    dtype: str = ""
+
+
 class CollectiveTracker:
     """List the collectives of a step; an observer.
 
@@ -93,14 +119,14 @@ class CollectiveTracker:
             return
         at, module, record = self._position, self._position.module, self._position.record
         self.last = [
-            CollectiveCall(kind, *self._groups.find(group), size, module, at.step, record)
-            for kind, size, group in read(args, kwargs)
+            CollectiveCall(kind, *self._groups.find(group), size, module, at.step, record, dtype)
+            for kind, size, dtype, group in read(args, kwargs)
         ]
         self._found.extend(self.last)
 
 
-Read = Callable[[tuple[Any, ...], Mapping[str, Any]], Iterator[tuple[str, int, Any]]]
-"""Arguments of an operation -> kind, bytes and group of each of its collectives."""
+Read = Callable[[tuple[Any, ...], Mapping[str, Any]], Iterator[tuple[str, int, str, Any]]]
+"""Arguments of an operation -> kind, bytes, type and group of each of its collectives."""
 
 
 def collective_operations() -> dict[Any, Read]:
@@ -130,21 +156,24 @@ def _reader(name: str, arguments: list[str]) -> Read:
     def value(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int) -> Any:
         return args[position] if position < len(args) else kwargs[arguments[position]]
 
-    def one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    def one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, int, str, Any]]:
         kind, given = _OPERATIONS[name]
-        size = 0 if given is None else _bytes(value(args, kwargs, given))
-        yield kind, size, value(args, kwargs, group)
+        size, dtype = (0, "") if given is None else _size(value(args, kwargs, given))
+        yield kind, size, dtype, value(args, kwargs, group)
 
-    def several(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    def several(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, int, str, Any]]:
         kinds, tensors = value(args, kwargs, 0), value(args, kwargs, arguments.index("tensors"))
         for kind, tensor in zip(kinds, tensors, strict=True):
-            yield kind.removeprefix("i"), _bytes(tensor), value(args, kwargs, group)
+            yield kind.removeprefix("i"), *_size(tensor), value(args, kwargs, group)
 
     return several if name == _SEVERAL else one
 
 
-def _bytes(value: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+def _size(value: Any) -> tuple[int, str]:
+    """Return the bytes and the type of tensors; of several types the first one's."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors), dtype
 
 
 class MeshGroups:

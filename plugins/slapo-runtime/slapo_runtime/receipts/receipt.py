@@ -1,0 +1,237 @@
+"""The receipt: the effects that steps and a runtime expect, compared with a record of training steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.effects import Calls, Casts, Collective, Compiled, Effect, NeverAllocates, Recomputes, Replays
+from slapo_core.internals import Internals
+from slapo_core.primitive import Record
+from slapo_runtime.receipts.watch import ModuleCalls
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+    from slapo_runtime.receipts.watch import Observed
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An effect, and whether it was seen.
+
+    Args:
+        source: the step, as in ``str(record)``, or ``"target 'torch'"``; empty for what nothing explains.
+        location: ``file:line`` of the step.
+        expected: in words.
+        seen: in words.
+        is_seen: whether it is in effect.
+        cause: of a missing one, the likely cause; empty where it is unknown.
+    """
+
+    source: str
+    location: str
+    expected: str
+    seen: str
+    is_seen: bool
+    cause: str = ""
+
+    def __str__(self) -> str:
+        at = f" ({self.location})" if self.location else ""
+        why = f"; {self.cause}" if self.cause else ""
+        return f"{self.source or 'no step'}{at}: expected {self.expected}, seen: {self.seen}{why}"
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """An effect with its step.
+
+    Args:
+        step: of the schedule; None: of the runtime.
+        effect: what it shows.
+        path: of the module that shows it.
+        source: as of :class:`Finding`.
+        location: as of :class:`Finding`.
+    """
+
+    step: Record | None
+    effect: Effect
+    path: str
+    source: str
+    location: str = ""
+
+
+def expectations(schedule: Schedule) -> list[Expectation]:
+    """Ask each step that is in force for its effects.
+
+    A step whose module a later one replaced is left out.
+    """
+    internals, found = Internals(schedule), []
+    records = list(schedule.records)
+    for number, record in enumerate(records):
+        if any(_replaces(later, record.path) for later in records[number + 1 :]):
+            continue
+        node = internals.node(record.path)
+        for effect in record.primitive.effects(node):
+            path = record.path if effect.at is None else effect.at
+            found.append(Expectation(record, effect, path, str(record), record.location))
+    return found
+
+
+def _replaces(later: Record, path: str) -> bool:
+    primitive: Any = later.primitive
+    if later.name != "core.replace" or getattr(primitive, "match", None) is not None:
+        return False
+    return later.path in ("", path) or path.startswith(f"{later.path}.")
+
+
+def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
+    """Compare effects with a record.
+
+    A module that was not called in the record shows no effects, and its expectations are left out.
+    """
+    findings = []
+    for one in expected:
+        calls = record.calls.get(one.path)
+        if one.step is not None and (calls is None or not calls.forward):
+            continue
+        seen = _compare(one.effect, one, calls or ModuleCalls(), record)
+        if seen is not None:
+            words, is_seen, cause = seen
+            findings.append(Finding(one.source, one.location, str(one.effect), words, is_seen, cause))
+    return findings
+
+
+Seen = tuple[str, bool, str]
+"""What was seen in words, whether the effect is there, and the likely cause if not."""
+
+
+@functools.singledispatch
+def _compare(effect: Effect, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
+    """Look for an effect; None where it cannot show, e.g. in a backward pass without gradients."""
+    raise TypeError(f"unknown effect {type(effect).__name__}")
+
+
+def _counted(seen: int, times: int | None, calls: int, what: str) -> Seen:
+    wanted = None if times is None else times * calls
+    is_seen = seen > 0 if wanted is None else seen == wanted
+    of = "" if wanted is None else f" of {wanted}"
+    return f"{seen}{of} {what}", is_seen, ""
+
+
+@_compare.register(Collective)
+def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
+    per_call = {"forward": calls.forward, "backward": calls.with_gradient, "step": record.steps}[effect.per]
+    if not per_call:
+        return None
+    same = [
+        call
+        for call in record.collectives
+        if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
+        and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
+        and (one.step is None or call.record == one.source)
+    ]
+    words, is_seen, cause = _counted(len(same), effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
+    types = sorted({call.dtype for call in same})
+    if effect.dtype is not None and same and types != [effect.dtype]:
+        return f"{words} in {', '.join(types)}", False, "another type was communicated"
+    return words, is_seen, cause
+
+
+def _below(path: str, module: str) -> bool:
+    return not path or module == path or module.startswith(f"{path}.")
+
+
+def _events(record: Observed, path: str, is_one: Callable[[Any], bool]) -> int:
+    return sum(
+        count for event, count in record.happenings.items() if _below(path, event.place.module) and is_one(event)
+    )
+
+
+@_compare.register(Calls)
+def _(effect: Calls, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
+    called = record.calls.get(effect.name)
+    if called is not None:  # a module
+        return _counted(called.forward, effect.times, calls.forward, f"calls of {effect.name}")
+    seen = _events(
+        record,
+        one.path,
+        lambda each: each.event == "call" and each.name == effect.name and each.place.phase == "forward",
+    )
+    fallbacks = [each for each in record.happenings if each.event == "fallback" and _below(one.path, each.place.module)]
+    words, is_seen, cause = _counted(seen, effect.times, calls.forward, f"calls of {effect.name}")
+    if fallbacks:
+        return words, False, f"it ran its fallback: {fallbacks[0].name}"
+    return words, is_seen, cause
+
+
+@_compare.register(Recomputes)
+def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
+    if not calls.with_gradient and not calls.recomputed:
+        return None
+    events = _events(record, one.path, lambda each: each.event == "recomputation")
+    seen = max(calls.recomputed, events)
+    cause = "" if seen else "it ran without gradients, or its forward was not the wrapped one"
+    words, is_seen, _ = _counted(seen, effect.times, calls.forward, "recomputed forwards")
+    return words, is_seen, cause
+
+
+@_compare.register(Compiled)
+def _(effect: Compiled, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
+    runs = [each for each in record.happenings if each.event == "compiled" and _below(one.path, each.place.module)]
+    if not runs:
+        return "no compiled code", False, "torch.compile skipped the forward, or another wrapper runs instead"
+    breaks = max(dict(each.facts).get("graph_breaks", 0) for each in runs)
+    return f"compiled code with {breaks or 'no'} graph breaks", breaks <= effect.graph_breaks, ""
+
+
+@_compare.register(Replays)
+def _(effect: Replays, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
+    seen = _events(record, one.path, lambda each: each.event == "replay")
+    return _counted(seen, effect.times, calls.forward, "replays of a CUDA graph")
+
+
+@_compare.register(Casts)
+def _(effect: Casts, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
+    seen = {
+        dtype
+        for place, types in record.products.items()
+        if _below(one.path, place.module) and place.phase == "forward"
+        for dtype in types
+    }
+    if effect.compute is None or not seen:
+        return None
+    return f"products in {', '.join(sorted(seen))}", seen == {effect.compute}, ""
+
+
+@_compare.register(NeverAllocates)
+def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
+    large = [
+        each
+        for place, each in record.largest.items()
+        if (place.record == one.source or _below(one.path, place.module))
+        and each.shape
+        and each.shape[-1] == effect.features
+        and each.bytes >= calls.rows * effect.features
+        and each.dtype in ("float64", "float32", "bfloat16", "float16")
+    ]
+    if not large:
+        return "none", True, ""
+    found = max(large)
+    return f"{tuple(found.shape)} of {found.operator} in {found.place.module or 'the model'}", False, ""
+
+
+def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[Finding]:
+    """Yield collectives over the mesh that neither a step nor the runtime explains."""
+    known = {
+        (e.effect.kind, e.effect.mesh_dim) for e in expected if isinstance(e.effect, Collective) and e.step is None
+    }
+    found: dict[tuple[str, str, str], int] = {}
+    for call in record.collectives:
+        if call.mesh_dim and not call.record and (call.kind, call.mesh_dim) not in known:
+            key = (call.kind, call.mesh_dim, call.module)
+            found[key] = found.get(key, 0) + 1
+    for (kind, mesh_dim, module), count in found.items():
+        seen_there = f"{count} {kind} over '{mesh_dim}' in '{module}'"
+        yield Finding("", "", "no collective that neither a step nor the runtime makes", seen_there, False)

@@ -1,0 +1,146 @@
+"""`Effect`: what a training step shows where a step of a schedule, or a runtime's option, is in effect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "Calls",
+    "Casts",
+    "Collective",
+    "Compiled",
+    "Effect",
+    "NeverAllocates",
+    "Recomputes",
+    "Replays",
+]
+
+Phase = Literal["forward", "backward", "step"]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A sign of a step in a training step; a subclass says which.
+
+    Args:
+        at: path of the module that shows it; None: the module of the step.
+    """
+
+    at: str | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Collective(Effect):
+    """A collective on the ranks of a mesh dimension, made by the step's hooks.
+
+    Args:
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"send"``
+            or ``"recv"``.
+        mesh_dim: e.g. ``"tp"``; of several dimensions together ``"dp_replicate_dp"``.
+        per: of ``"forward"`` and ``"backward"`` the counts are those of one call of the module, without recomputation;
+            in a backward pass only where an input of the module requires a gradient. ``"step"``: of a training step.
+        times: how often; None: at least once.
+        dtype: of the tensors, e.g. ``"bfloat16"``; None: any.
+    """
+
+    kind: str
+    mesh_dim: str
+    per: Phase = "forward"
+    times: int | None = None
+    dtype: str | None = None
+
+    def __str__(self) -> str:
+        count = "" if self.times is None else f"{self.times} x "
+        of_type = "" if self.dtype is None else f" in {self.dtype}"
+        return f"{count}{self.kind} over '{self.mesh_dim}'{of_type} in each {self.per}"
+
+
+@dataclass(frozen=True)
+class Calls(Effect):
+    """Calls of a function or module that the step put in the place of others, in each call of the module.
+
+    Args:
+        name: as :func:`slapo_core.observers.happened` gets it, or the path of a module.
+        times: how often; None: at least once.
+    """
+
+    name: str
+    times: int | None = None
+
+    def __str__(self) -> str:
+        return f"{'calls' if self.times is None else f'{self.times} calls'} of {self.name}"
+
+
+@dataclass(frozen=True)
+class Recomputes(Effect):
+    """Forwards that the backward pass runs again, for each call of the module.
+
+    Args:
+        times: how often.
+    """
+
+    times: int = 1
+
+    def __str__(self) -> str:
+        return "a forward that backward recomputes" if self.times == 1 else f"{self.times} recomputed forwards"
+
+
+@dataclass(frozen=True)
+class Compiled(Effect):
+    """Compiled code in each call of the module.
+
+    Args:
+        graph_breaks: the most that are allowed.
+    """
+
+    graph_breaks: int = 0
+
+    def __str__(self) -> str:
+        return f"compiled code with {self.graph_breaks or 'no'} graph breaks"
+
+
+@dataclass(frozen=True)
+class Replays(Effect):
+    """Replays of a CUDA graph, for each call of the module.
+
+    Args:
+        times: how often; None: at least once.
+    """
+
+    times: int | None = None
+
+    def __str__(self) -> str:
+        return "replays of a CUDA graph" if self.times is None else f"{self.times} replays of a CUDA graph"
+
+
+@dataclass(frozen=True)
+class Casts(Effect):
+    """Types of the module's tensors.
+
+    Args:
+        storage: of its parameters, e.g. ``"float32"``; None: any.
+        compute: of its matrix products; None: any.
+    """
+
+    storage: str | None = None
+    compute: str | None = None
+
+    def __str__(self) -> str:
+        said = (self.storage and f"parameters in {self.storage}", self.compute and f"products in {self.compute}")
+        return " and ".join(filter(None, said))
+
+
+@dataclass(frozen=True)
+class NeverAllocates(Effect):
+    """The absence of a large tensor from the step's own computation.
+
+    Args:
+        features: elements of the last axis; a floating-point tensor with as many, for all rows of the module's input,
+            is one that should not exist.
+    """
+
+    features: int
+
+    def __str__(self) -> str:
+        return f"no tensor of all rows with {self.features:,} features"
