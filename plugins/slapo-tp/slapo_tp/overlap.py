@@ -19,10 +19,13 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from slapo_core import ArgumentError
-from slapo_core.observers import Forward
+from slapo_core.observers import Forward, happened, is_observed
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.private import has_gradient_hooks, version_of
+
+OVERLAPPED = "the weight's gradient during the reduction of the input's"
+"""The event of a backward that computes the one while the other runs."""
 
 _PLAIN = (Tensor, Parameter)
 
@@ -67,6 +70,8 @@ def under_weight_gradient(forward: Forward) -> Forward:
         x: Any = args[0] if args else next(iter(kwargs.values()), None)
         source, weight, bias = getattr(x, "_slapo_tp_source", None), module.weight, module.bias
         if source is None or len(args) + len(kwargs) != 1 or not _leads_to(source, x) or not _is_trained(weight):
+            if is_observed() and not is_compiling():
+                _report(source, x, weight)
             return forward(module, *args, **kwargs)  # type: ignore[no-any-return]
         device = x.device.type
         if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
@@ -79,6 +84,16 @@ def under_weight_gradient(forward: Forward) -> Forward:
 
 
 under_weight_gradient.slapo_goes_around = True  # type: ignore[attr-defined]
+
+
+def _report(source: InputSource | None, x: Any, weight: Tensor) -> None:
+    """Report that the hook reduces, if there is anything to overlap."""
+    if not is_grad_enabled() or not isinstance(x, Tensor) or not x.requires_grad or not _is_trained(weight):
+        return
+    if source is None:
+        happened("fallback", "the layer's input is another tensor than the one that its hook gave")
+    elif source.group.name is not None:
+        happened("fallback", "the layer's input was changed in place, or has hooks of its gradient")
 
 
 def _is_linear(forward: Callable[..., Any]) -> bool:
@@ -141,6 +156,8 @@ class _Linear(Function):
         if needs_weight:
             inputs = x.to(weight.dtype).reshape(-1, x.shape[-1])
             of_weight = inputs.t() @ rows if is_transposed else rows.t() @ inputs
+            if of_input is not None and not is_grad_enabled() and not is_compiling():
+                happened("call", OVERLAPPED)
         if needs_bias:
             of_bias = rows.sum(0)
         if of_input is not None:

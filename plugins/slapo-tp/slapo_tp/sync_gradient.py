@@ -11,6 +11,7 @@ from typing import Any
 from torch import is_grad_enabled
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.effects import Collective, Effect
 from slapo_core.internals import parameters_of
 from slapo_core.observers import Forward
 from slapo_tp import collectives
@@ -72,6 +73,11 @@ class SyncGradient(Primitive):
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not node.wrappers:
             yield Violation("the module's forward is not wrapped")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        trained = [name for name in as_tuple(self.names) if node.parameters[name].requires_grad]
+        if mesh_size(node, self.mesh_dim) > 1 and trained:
+            yield Collective("all_reduce", self.mesh_dim, "backward", len(trained))
 
     def _violations(self, node: Node, name: str) -> Iterator[Violation]:
         if name not in node.parameters:
