@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_re
 from slapo_runtime.private import backwards_through, current_autograd_node, next_sequence_number, sequence_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from slapo_core.internals import journal
     from slapo_core.observers import Forward
@@ -186,62 +187,150 @@ def phases_of(position: PositionTracker, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def attribute_steps(
-    model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]], position: PositionTracker
-) -> None:
-    """Attribute hooks, wrappers and modules of a simulated model to the steps that added them.
+@dataclass(frozen=True)
+class StepPlaces:
+    """The steps of a schedule that added hooks, wrappers and modules, by place; without the objects themselves.
 
-    Each hook and wrapper is exchanged for one that reports its step. Modules within one that a step added are
-    attributed to that step, unless the model had them before.
+    They hold for the schedule's model, also after a build, and for its copies.
 
     Args:
-        model: of the schedule, with all its steps in force; none is undone afterwards.
-        entries: the changes of the schedule.
-        position: the tracker of its model.
+        hooks: path of a module, kind and number of a hook -> the step, as in ``str(record)``.
+        wrappers: path of a module -> the step of each wrapper of its forward, innermost first; ``""`` for none.
+        modules: path of a module that a step added -> the step.
+        inlined: path of a module and hook of a step that a graph may hold -> the step.
     """
-    _modules(model, entries, position)
-    paths = {id(module): path for path, module in model.named_modules()}
-    hooks: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first one, where `replace` kept the hook
-    for record, entry in entries:
-        if isinstance(entry, journal.AddHook):
-            hooks.setdefault(id(entry.function), {}).setdefault(record.path, str(record))
-        elif isinstance(entry, journal.WrapForward):
-            hooks.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
-            position.wrappers.setdefault(id(entry.wrapper), str(record))
 
-    position.hooks = {
-        (record.path, entry.function): str(record)
-        for record, entry in reversed(entries)
-        if isinstance(entry, journal.AddHook) and getattr(entry.function, "slapo_is_inlined", False)
-    }
+    hooks: Mapping[tuple[str, str, int], str]
+    wrappers: Mapping[str, tuple[str, ...]]
+    modules: Mapping[str, str]
+    inlined: Mapping[tuple[str, Any], str]
 
-    def cause(function: Any, module: nn.Module) -> str | None:
-        known = hooks.get(id(function), {})
-        return known.get(paths[id(module)], next(iter(known.values()), None))
+    @classmethod
+    def of(cls, model: nn.Module, entries: Iterable[tuple[Record, journal.JournalEntry]]) -> StepPlaces:
+        """Find the places.
 
-    for module in model.modules():
-        own = position.module_position(module)
-        for functions in hooks_of(module).values():
-            for number, function in functions.items():
-                name = cause(function, module)
-                if name is not None:
-                    functions[number] = _Hook(position, CodePosition(own.module, name), function)
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, forwards.ModuleForward) and not all(map(spans_stages, forward.wrappers)):
-            names = [cause(wrapper, module) or "" for wrapper in forward.wrappers]
-            innermost, *others = forward.wrappers
-            first = _Wrapper(
-                position, CodePosition(own.module, names[0]), innermost, beneath=own, is_own=forward.base is None
-            )
-            rest = (
-                _Wrapper(position, CodePosition(own.module, name), each)
-                for name, each in zip(names[1:], others, strict=True)
-            )
-            forward.exchange_wrappers([first, *rest])
+        Args:
+            model: of the schedule, with all its steps in force.
+            entries: the changes of the schedule; they are dropped by a build.
+        """
+        entries = list(entries)
+        known: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first, where `replace` kept a hook
+        inlined: dict[tuple[str, Any], str] = {}
+        for record, entry in entries:
+            if isinstance(entry, journal.AddHook):
+                known.setdefault(id(entry.function), {}).setdefault(record.path, str(record))
+                if is_inlined(entry.function):
+                    inlined.setdefault((record.path, entry.function), str(record))
+            elif isinstance(entry, journal.WrapForward):
+                known.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
+
+        def step(function: Any, path: str) -> str:
+            paths = known.get(id(function), {})
+            return paths.get(path, next(iter(paths.values()), ""))
+
+        hooks, wrappers = {}, {}
+        for path, module in model.named_modules():
+            for kind, functions in hooks_of(module).items():
+                for number, function in functions.items():
+                    if name := step(function, path):
+                        hooks[path, kind, number] = name
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, forwards.ModuleForward):
+                wrappers[path] = tuple(step(wrapper, path) for wrapper in forward.wrappers)
+        return cls(hooks, wrappers, _added_modules(model, entries), inlined)
+
+    def attribute(self, model: nn.Module, position: PositionTracker) -> None:
+        """Exchange the hooks and wrappers of a model for ones that report their step to the tracker of the model.
+
+        Modules within one that a step added are attributed to that step, unless the model had them before. Wrappers
+        make their forwards again.
+        """
+        modules = self._attribute_modules(model, position)
+        for functions, number, hook in self._hooks(modules, position):
+            functions[number] = hook
+        for path, names in self.wrappers.items():
+            forward = modules[path].__dict__.get("forward") if path in modules else None
+            if isinstance(forward, forwards.ModuleForward) and len(forward.wrappers) == len(names):
+                self._exchange(forward, names, position.module_position(modules[path]), position)
+
+    @contextmanager
+    def attributed(
+        self, model: nn.Module, position: PositionTracker, except_below: Callable[[str], bool]
+    ) -> Iterator[None]:
+        """Let the hooks and wrapped forwards of a model report their step while the block runs; nothing is made again.
+
+        Of several wrappers of one forward the outermost stands for all.
+
+        Args:
+            model: of the schedule, or a copy.
+            position: its tracker.
+            except_below: whether the module at a path runs in compiled code, and stays as it is.
+        """
+        modules = self._attribute_modules(model, position)
+        put = []
+        with ExitStack() as stack:
+            for path, names in self.wrappers.items():
+                forward = modules[path].__dict__.get("forward") if path in modules else None
+                if not isinstance(forward, forwards.ModuleForward) or len(forward.wrappers) != len(names):
+                    continue
+                position.wrappers.update(
+                    (id(wrapper), name) for wrapper, name in zip(forward.wrappers, names, strict=True) if name
+                )
+                if names and names[-1] and not except_below(path):
+                    at = CodePosition(position.module_position(modules[path]).module, names[-1])
+                    stack.enter_context(forward.called_through(partial(_reported, position, at)))
+            try:
+                for functions, number, hook in self._hooks(modules, position, except_below):
+                    put.append((functions, number, functions[number], hook))
+                    functions[number] = hook
+                yield
+            finally:
+                for functions, number, before, hook in put:
+                    if functions.get(number) is hook:  # nobody removed it
+                        functions[number] = before
+
+    def _attribute_modules(self, model: nn.Module, position: PositionTracker) -> dict[str, nn.Module]:
+        modules = dict(model.named_modules())
+        for path, name in self.modules.items():
+            if path in modules:
+                position.attribute_module(modules[path], name)
+        position.hooks = dict(self.inlined)
+        return modules
+
+    def _hooks(
+        self,
+        modules: Mapping[str, nn.Module],
+        position: PositionTracker,
+        except_below: Callable[[str], bool] = lambda _: False,
+    ) -> Iterator[tuple[dict[int, Any], int, _Hook]]:
+        """Yield each table of hooks, the number of a step's hook in it, and the one that reports."""
+        for (path, kind, number), name in self.hooks.items():
+            functions = hooks_of(modules[path])[kind] if path in modules and not except_below(path) else {}
+            if number in functions:
+                at = CodePosition(position.module_position(modules[path]).module, name)
+                yield functions, number, _Hook(position, at, functions[number])
+
+    @staticmethod
+    def _exchange(
+        forward: forwards.ModuleForward, names: Sequence[str], own: CodePosition, position: PositionTracker
+    ) -> None:
+        position.wrappers.update(
+            (id(wrapper), name) for wrapper, name in zip(forward.wrappers, names, strict=True) if name
+        )
+        if all(map(spans_stages, forward.wrappers)):
+            return
+        innermost, *others = forward.wrappers
+        at = CodePosition(own.module, names[0])
+        first = _Wrapper(position, at, innermost, beneath=own, is_own=forward.base is None)
+        rest = (
+            _Wrapper(position, CodePosition(own.module, name), each)
+            for name, each in zip(names[1:], others, strict=True)
+        )
+        forward.exchange_wrappers([first, *rest])
 
 
-def _modules(model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]], position: PositionTracker) -> None:
-    """Attribute added modules to the latest step that added them."""
+def _added_modules(model: nn.Module, entries: Sequence[tuple[Record, journal.JournalEntry]]) -> dict[str, str]:
+    """Return path -> the latest step that added the module."""
     old = {
         id(module) for _, entry in entries if isinstance(entry, journal.ReplaceModule) for module in entry.old.modules()
     }
@@ -251,9 +340,15 @@ def _modules(model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]
             came.update(
                 (id(module), str(record)) for module in entry.new.modules() if id(module) not in old | came.keys()
             )
-    for module in model.modules():
-        if id(module) in came:
-            position.attribute_module(module, came[id(module)])
+    return {path: came[id(module)] for path, module in model.named_modules() if id(module) in came}
+
+
+def _reported(position: PositionTracker, at: CodePosition, forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if is_recording() else position.run(at, forward, *args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True, eq=False)
