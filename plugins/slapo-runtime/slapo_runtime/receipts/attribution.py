@@ -70,10 +70,15 @@ class PositionTracker:
     @classmethod
     def of(cls, model: nn.Module) -> PositionTracker:
         """Make the tracker of a model whose modules and parameters stay the same objects."""
-        modules = dict(model.named_modules())
-        paths = {id(module): path for path, module in modules.items()}
+        return cls.over(model.named_modules())
+
+    @classmethod
+    def over(cls, modules: Iterable[tuple[str, nn.Module]]) -> PositionTracker:
+        """Make the tracker of modules with their paths; copies of one may have one path."""
+        modules = list(modules)
+        paths = {id(module): path for path, module in modules}
         owners: dict[int, str] = {}
-        for path, module in modules.items():
+        for path, module in modules:
             for parameter in parameters_of(module).values():
                 if parameter is not None:
                     owners.setdefault(id(parameter), path)
@@ -129,8 +134,8 @@ class PositionTracker:
     @property
     def phase(self) -> str:
         """``"forward"``, ``"backward"``, ``"recomputation"`` (of checkpointed modules) or ``"optimizer"``."""
-        if self.step == "backward" and torch.is_grad_enabled() and current_autograd_node() is not None:
-            return "recomputation"
+        if current_autograd_node() is not None:
+            return "recomputation" if torch.is_grad_enabled() else "backward"
         return self.step
 
     @property
@@ -146,7 +151,7 @@ class PositionTracker:
     def _now(self) -> CodePosition:
         if self._stack:
             return self._stack[-1]
-        node = current_autograd_node() if self.step == "backward" else None
+        node = current_autograd_node()
         if node is None:
             return _MODEL
         number = sequence_number(node)
@@ -245,39 +250,35 @@ class StepPlaces:
         Modules within one that a step added are attributed to that step, unless the model had them before. Wrappers
         make their forwards again.
         """
-        modules = self._attribute_modules(model, position)
+        modules = list(model.named_modules())
+        self._attribute_modules(modules, position)
         for functions, number, hook in self._hooks(modules, position):
             functions[number] = hook
-        for path, names in self.wrappers.items():
-            forward = modules[path].__dict__.get("forward") if path in modules else None
-            if isinstance(forward, forwards.ModuleForward) and len(forward.wrappers) == len(names):
-                self._exchange(forward, names, position.module_position(modules[path]), position)
+        for module, forward, names in self._wrapped(modules):
+            self._exchange(forward, names, position.module_position(module), position)
 
     @contextmanager
     def attributed(
-        self, model: nn.Module, position: PositionTracker, except_below: Callable[[str], bool]
+        self, modules: Sequence[tuple[str, nn.Module]], position: PositionTracker, except_below: Callable[[str], bool]
     ) -> Iterator[None]:
         """Let the hooks and wrapped forwards of a model report their step while the block runs; nothing is made again.
 
         Of several wrappers of one forward the outermost stands for all.
 
         Args:
-            model: of the schedule, or a copy.
-            position: its tracker.
+            modules: of the schedule's model, or of copies, with their paths.
+            position: their tracker.
             except_below: whether the module at a path runs in compiled code, and stays as it is.
         """
-        modules = self._attribute_modules(model, position)
-        put = []
+        self._attribute_modules(modules, position)
+        put, paths = [], {id(module): path for path, module in modules}
         with ExitStack() as stack:
-            for path, names in self.wrappers.items():
-                forward = modules[path].__dict__.get("forward") if path in modules else None
-                if not isinstance(forward, forwards.ModuleForward) or len(forward.wrappers) != len(names):
-                    continue
+            for module, forward, names in self._wrapped(modules):
                 position.wrappers.update(
                     (id(wrapper), name) for wrapper, name in zip(forward.wrappers, names, strict=True) if name
                 )
-                if names and names[-1] and not except_below(path):
-                    at = CodePosition(position.module_position(modules[path]).module, names[-1])
+                if names[-1] and not except_below(paths[id(module)]):
+                    at = CodePosition(position.module_position(module).module, names[-1])
                     stack.enter_context(forward.called_through(partial(_reported, position, at)))
             try:
                 for functions, number, hook in self._hooks(modules, position, except_below):
@@ -289,26 +290,37 @@ class StepPlaces:
                     if functions.get(number) is hook:  # nobody removed it
                         functions[number] = before
 
-    def _attribute_modules(self, model: nn.Module, position: PositionTracker) -> dict[str, nn.Module]:
-        modules = dict(model.named_modules())
-        for path, name in self.modules.items():
-            if path in modules:
-                position.attribute_module(modules[path], name)
+    def _attribute_modules(self, modules: Iterable[tuple[str, nn.Module]], position: PositionTracker) -> None:
+        for path, module in modules:
+            if path in self.modules:
+                position.attribute_module(module, self.modules[path])
         position.hooks = dict(self.inlined)
-        return modules
+
+    def _wrapped(
+        self, modules: Iterable[tuple[str, nn.Module]]
+    ) -> Iterator[tuple[nn.Module, forwards.ModuleForward, tuple[str, ...]]]:
+        """Yield each module with wrappers of steps, its forward, and the step of each wrapper."""
+        for path, module in modules:
+            forward, names = module.__dict__.get("forward"), self.wrappers.get(path)
+            if names and isinstance(forward, forwards.ModuleForward) and len(forward.wrappers) == len(names):
+                yield module, forward, names
 
     def _hooks(
         self,
-        modules: Mapping[str, nn.Module],
+        modules: Iterable[tuple[str, nn.Module]],
         position: PositionTracker,
         except_below: Callable[[str], bool] = lambda _: False,
     ) -> Iterator[tuple[dict[int, Any], int, _Hook]]:
         """Yield each table of hooks, the number of a step's hook in it, and the one that reports."""
-        for (path, kind, number), name in self.hooks.items():
-            functions = hooks_of(modules[path])[kind] if path in modules and not except_below(path) else {}
-            if number in functions:
-                at = CodePosition(position.module_position(modules[path]).module, name)
-                yield functions, number, _Hook(position, at, functions[number])
+        known = {path for path, _, _ in self.hooks}
+        for path, module in modules:
+            if path not in known or except_below(path):
+                continue
+            own = position.module_position(module).module
+            for kind, functions in hooks_of(module).items():
+                for number, function in list(functions.items()):
+                    if name := self.hooks.get((path, kind, number)):
+                        yield functions, number, _Hook(position, CodePosition(own, name), function)
 
     @staticmethod
     def _exchange(
