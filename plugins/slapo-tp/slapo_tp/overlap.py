@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from slapo_core import ArgumentError
-from slapo_core.observers import Forward, happened, is_observed
+from slapo_core.observers import Forward, Origin, happened, is_observed, run_from
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.private import has_gradient_hooks, version_of
@@ -38,18 +38,22 @@ class InputSource(NamedTuple):
         axis: the axis that was gathered, and is scattered in the backward; None for an all-reduce.
         group: the ranks.
         version: of the input, which a change in place increments.
+        hook: made the input.
     """
 
     tensor: Tensor
     axis: int | None
     group: RankGroup
     version: int
+    hook: Callable[..., Any]
 
 
-def with_source(given: Tensor, tensor: Tensor, axis: int | None, group: RankGroup) -> Tensor:
-    """Note on ``given``, a layer's input, that it was made of ``tensor``."""
+def with_source(
+    given: Tensor, tensor: Tensor, axis: int | None, group: RankGroup, hook: Callable[..., Any]
+) -> Tensor:
+    """Note on ``given``, a layer's input, that ``hook`` made it of ``tensor``."""
     version = 0 if is_compiling() else version_of(given)
-    given._slapo_tp_source = InputSource(tensor, axis, group, version)  # type: ignore[attr-defined]
+    given._slapo_tp_source = InputSource(tensor, axis, group, version, hook)  # type: ignore[attr-defined]
     return given
 
 
@@ -78,7 +82,9 @@ def under_weight_gradient(forward: Forward) -> Forward:
             dtype = torch.get_autocast_dtype(device)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         gathered = None if source.axis is None else x.detach()
-        return _Linear.apply(source.tensor, gathered, weight, bias, is_transposed, source.axis, source.group)
+        origin = None if is_compiling() else Origin("", source.hook)
+        given = (source.tensor, gathered, weight, bias, is_transposed, source.axis, source.group)
+        return run_from(origin, _Linear.apply, *given)  # type: ignore[no-any-return]
 
     return run
 
