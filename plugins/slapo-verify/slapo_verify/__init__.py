@@ -113,7 +113,8 @@ def verify(
 
     Raises:
         VerifyError: they differ; the first tensor that does, the numbers, the tolerance and the steps are named. Or
-            they agree, and an effect of a step is missing. The same on every rank. Of several schedules the first that differs, with the outcomes of the others.
+            they agree, and an effect of a step is missing. The same on every rank. Of several schedules the first, with
+            the outcomes of the others.
         RankMismatchError: ranks have other inputs, options, reference weights or steps.
         RankFailedError: a rank ended or left in the middle, e.g. by KeyboardInterrupt; it is named.
         ArgumentError: inputs are missing, or the reference model does not run on them, or its output depends on no

@@ -65,7 +65,7 @@ class VerifyReport:
             elif entry.difference == 0:
                 seen = "bitwise equal"
             lines.append(f"  {KINDS[entry.kind].title:<{width}}  {entry.compared:>4} compared: {seen}")
-        if self.effects is not None:
+        if self.effects:
             lines.append(f"  effects seen: {self.effects} of {self.effects}")
         lines += [f"  not compared: {text}" for text in self.not_compared]
         lines += [f"  note: {text}" for text in self.notes]
