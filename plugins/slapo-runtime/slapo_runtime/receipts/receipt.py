@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.effects import Calls, Casts, Collective, Compiled, Effect, NeverAllocates, Recomputes, Replays
-from slapo_core.internals import Internals
+from slapo_core.internals import Internals, forwards, hooks_of
 from slapo_core.primitive import Record
 from slapo_runtime.receipts.watch import ModuleCalls
 
 if TYPE_CHECKING:
-    from slapo_core import Schedule
+    from slapo_core import Node, Schedule
+    from slapo_runtime.receipts.collectives import CollectiveCall
     from slapo_runtime.receipts.watch import Observed
 
 
@@ -53,6 +54,8 @@ class Expectation:
         path: of the module that shows it.
         source: as of :class:`Finding`.
         location: as of :class:`Finding`.
+        cause: where the step is not in force any more, what is gone.
+        can_be_bypassed: whether gradients of the module's parameters come from its own forward, on this rank.
     """
 
     step: Record | None
@@ -60,6 +63,8 @@ class Expectation:
     path: str
     source: str
     location: str = ""
+    cause: str = ""
+    can_be_bypassed: bool = False
 
 
 def expectations(schedule: Schedule) -> list[Expectation]:
@@ -75,8 +80,29 @@ def expectations(schedule: Schedule) -> list[Expectation]:
         node = internals.node(record.path)
         for effect in record.primitive.effects(node):
             path = record.path if effect.at is None else effect.at
-            found.append(Expectation(record, effect, path, str(record), record.location))
+            own = internals.node(path)
+            found.append(
+                Expectation(record, effect, path, str(record), record.location, _gone(own), _computes_alone(own))
+            )
     return found
+
+
+def _gone(node: Node) -> str:
+    """Say which hook or wrapper of a module's steps calls do not run; empty if none."""
+    module = node.module
+    registered = [hook for hooks in hooks_of(module).values() for hook in hooks.values()]
+    for _, hook in node.hooks:
+        if hook not in registered:
+            return f"the module has no hook {type(hook).__name__ if not hasattr(hook, '__name__') else hook.__name__}"
+    if node.wrappers and not isinstance(module.__dict__.get("forward"), forwards.ModuleForward):
+        return "the module's forward is not the wrapped one"
+    return ""
+
+
+def _computes_alone(node: Node) -> bool:
+    """Return whether no other module, and no other stage, holds the module's parameters."""
+    is_staged = node.mesh is not None and "pp" in node.mesh and node.mesh.size("pp") > 1
+    return not is_staged and all(len(node.ties(name)) == 1 for name in node.parameters)
 
 
 def _replaces(later: Record, path: str) -> bool:
@@ -89,18 +115,62 @@ def _replaces(later: Record, path: str) -> bool:
 def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
     """Compare effects with a record.
 
-    A module that was not called in the record shows no effects, and its expectations are left out.
+    A module that was not called in the record shows no effects, and its expectations are left out, unless its forward
+    ran all the same.
     """
     findings = []
     for one in expected:
         calls = record.calls.get(one.path)
-        if one.step is not None and (calls is None or not calls.forward):
+        seen: Seen | None
+        if one.step is None or (calls is not None and calls.forward):
+            seen = _compare(one.effect, one, calls or ModuleCalls(), record)
+        elif isinstance(one.effect, Collective) and any(call.record == one.source for call in record.collectives):
+            # The graph of a module above has its hooks, and calls of its own.
+            seen = _compare(replace(one.effect, times=None), one, ModuleCalls(1, with_gradient=1), record)
+        elif _is_bypassed(one, record):
+            seen = ("no call of the module, which computes", False, _BYPASSED)
+        else:
             continue
-        seen = _compare(one.effect, one, calls or ModuleCalls(), record)
-        if seen is not None:
+        if seen is not None and (seen[1] or not _is_hidden(one, record)):
             words, is_seen, cause = seen
+            cause = cause if is_seen else cause or one.cause
             findings.append(Finding(one.source, one.location, str(one.effect), words, is_seen, cause))
     return findings
+
+
+_BYPASSED = "its forward ran past its hooks: call the module, not its forward, and do not read its weight instead"
+
+
+def _is_bypassed(one: Expectation, record: Observed) -> bool:
+    """Return whether a module computed without a call, and nothing of the step was seen."""
+    if not one.can_be_bypassed or not isinstance(one.effect, (Calls, Collective)) or _is_hidden(one, record):
+        return False
+    if any(place.record == one.source for place in record.operators):
+        return False
+    if isinstance(one.effect, Collective):  # in a graph of a module above, whose calls are not told apart
+        seen = [call.module for call in record.collectives if not call.record and _is_same(call, one.effect)]
+    else:
+        seen = [each.place.module for each in record.happenings if each.name == one.effect.name]
+    if any(_below(module, one.path) for module in seen):
+        return False
+    has_gradient = any(  # of a parameter of its own
+        place.module == one.path and place.phase == "backward" and not place.record for place in record.operators
+    )
+    return has_gradient or any(
+        calls.forward and path != one.path and _below(one.path, path) for path, calls in record.calls.items()
+    )
+
+
+def _is_hidden(one: Expectation, record: Observed) -> bool:
+    """Return whether the step's code is a part of compiled code, in which steps are not told apart."""
+    if one.step is None or not isinstance(one.effect, (Calls, Collective)):
+        return False
+    is_whole = isinstance(one.effect, Collective) or one.effect.per == "backward"
+    return any(_below(path, one.path) and (is_whole or path != one.path) for path in record.compiled)
+
+
+def _is_same(call: CollectiveCall, effect: Collective) -> bool:
+    return (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
 
 
 Seen = tuple[str, bool, str]
@@ -113,9 +183,12 @@ def _compare(effect: Effect, one: Expectation, calls: ModuleCalls, record: Obser
     raise TypeError(f"unknown effect {type(effect).__name__}")
 
 
-def _counted(seen: int, times: int | None, calls: int, what: str) -> Seen:
+def _counted(seen: int, times: int | None, calls: int, what: str, *, is_least: bool = False) -> Seen:
+    """Compare a count; of backward passes there may be fewer than calls, or more, and each has ``times``."""
     wanted = None if times is None else times * calls
     is_seen = seen > 0 if wanted is None else seen == wanted
+    if is_least and times is not None:
+        is_seen = seen > 0 and seen % times == 0
     of = "" if wanted is None else f" of {wanted}"
     return f"{seen}{of} {what}", is_seen, ""
 
@@ -123,20 +196,30 @@ def _counted(seen: int, times: int | None, calls: int, what: str) -> Seen:
 @_compare.register(Collective)
 def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     per_call = {"forward": calls.forward, "backward": calls.with_gradient, "step": record.steps}[effect.per]
-    if not per_call:
+    if not per_call or (effect.per == "backward" and one.step is not None and not _ran_backward(one.path, record)):
         return None
-    same = [
+    own = [
         call
         for call in record.collectives
-        if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
+        if call.kind == effect.kind
         and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
         and (one.step is None or call.record == one.source)
     ]
-    words, is_seen, cause = _counted(len(same), effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
+    same = [call for call in own if call.mesh_dim == effect.mesh_dim]
+    what = f"{effect.kind} over '{effect.mesh_dim}'"
+    words, is_seen, cause = _counted(len(same), effect.times, per_call, what, is_least=effect.per == "backward")
     types = sorted({call.dtype for call in same})
     if effect.dtype is not None and same and types != [effect.dtype]:
         return f"{words} in {', '.join(types)}", False, "another type was communicated"
+    if one.step is not None and own and not same:
+        over = repr(own[0].mesh_dim) if own[0].mesh_dim else f"a group of {own[0].ranks} ranks"
+        cause = f"it ran over {over}"
     return words, is_seen, cause
+
+
+def _ran_backward(path: str, record: Observed) -> bool:
+    """Return whether the loss depends on the module: not on an output that nobody used."""
+    return any(place.phase == "backward" and _below(path, place.module) for place in record.operators)
 
 
 def _below(path: str, module: str) -> bool:
@@ -154,13 +237,19 @@ def _(effect: Calls, one: Expectation, calls: ModuleCalls, record: Observed) -> 
     called = record.calls.get(effect.name)
     if called is not None:  # a module
         return _counted(called.forward, effect.times, calls.forward, f"calls of {effect.name}")
+    is_backward = effect.per == "backward"
+    per_call = calls.with_gradient if is_backward else calls.forward
+    if is_backward and not (per_call and _ran_backward(one.path, record)):
+        return None
     seen = _events(
         record,
         one.path,
-        lambda each: each.event == "call" and each.name == effect.name and each.place.phase == "forward",
+        lambda each: each.event == "call" and each.name == effect.name and each.place.phase == effect.per,
     )
     fallbacks = [each for each in record.happenings if each.event == "fallback" and _below(one.path, each.place.module)]
-    words, is_seen, cause = _counted(seen, effect.times, calls.forward, f"calls of {effect.name}")
+    words, is_seen, cause = _counted(
+        seen, effect.times, per_call, f"calls of {effect.name}", is_least=is_backward
+    )
     if fallbacks:
         return words, False, f"it ran its fallback: {fallbacks[0].name}"
     return words, is_seen, cause
@@ -229,7 +318,8 @@ def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[F
     }
     found: dict[tuple[str, str, str], int] = {}
     for call in record.collectives:
-        if call.mesh_dim and not call.record and (call.kind, call.mesh_dim) not in known:
+        is_compiled = any(_below(path, call.module) for path in record.compiled)
+        if call.mesh_dim and not call.record and not is_compiled and (call.kind, call.mesh_dim) not in known:
             key = (call.kind, call.mesh_dim, call.module)
             found[key] = found.get(key, 0) + 1
     for (kind, mesh_dim, module), count in found.items():

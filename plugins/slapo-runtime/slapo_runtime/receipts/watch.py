@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from slapo_core.internals import Internals, forwards, module_calls_through, plain_calls_within
-from slapo_core.observers import PATCHING, compiles, watched
+from slapo_core.observers import PATCHING, compiles, is_recording, watched
 from slapo_runtime.private import TorchDispatchMode, backwards_through, is_compiled, tree_leaves
 from slapo_runtime.receipts.attribution import PositionTracker, StepPlaces
 from slapo_runtime.receipts.collectives import CollectiveCall, MeshGroups, collective_operations, wait_operations
@@ -99,6 +99,7 @@ class Observed:
         operators: operator -> how often, for each place.
         products: types of matrix products, for each place.
         largest: the largest result for each place.
+        compiled: paths of the modules that run compiled code, in which steps are not told apart.
     """
 
     steps: int = 0
@@ -108,6 +109,7 @@ class Observed:
     operators: dict[Place, Counter[str]] = field(default_factory=dict)
     products: dict[Place, Counter[str]] = field(default_factory=dict)
     largest: dict[Place, Allocation] = field(default_factory=dict)
+    compiled: tuple[str, ...] = ()
 
 
 class Watch:
@@ -132,7 +134,7 @@ class Watch:
         mesh = schedule.mesh
         self._groups = MeshGroups({} if mesh is None else mesh.sizes, _rank(schedule))
         self._compiled = [(path, module) for path, module in self._modules if _is_compiled(module)]
-        self.record = Observed()
+        self.record = Observed(compiled=tuple(path for path, _ in self._compiled))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Observed]:
@@ -161,7 +163,9 @@ class Watch:
 
         def count(run: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = paths.get(id(module))
-            if path is not None:
+            if is_recording() and position.step != "recording":
+                return position.run_as("recording", run, module, *args, **kwargs)
+            if path is not None and position.step != "recording":
                 if position.step == "optimizer":
                     position.begin("forward")
                 seen = calls.setdefault(path, ModuleCalls())
@@ -178,6 +182,8 @@ class Watch:
         return module_calls_through(count)
 
     def _happened(self, position: PositionTracker, event: str, name: str, facts: Mapping[str, Any]) -> None:
+        if position.step == "recording":
+            return
         place = Place(position.module, position.record, position.phase)
         self.record.happenings[Happening(event, name, tuple(sorted(facts.items())), place)] += 1
 
@@ -234,7 +240,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self._waits:
+        if func in self._waits or self._position.step == "recording":
             return func(*args, **kwargs)
         at = self._position
         place = Place(at.module, at.record, at.phase)
