@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from slapo_runtime.receipts.watch import ModuleCalls
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_runtime.receipts.watch import Observed
+    from slapo_runtime.receipts.watch import Observed, Place
 
 
 @dataclass(frozen=True)
@@ -125,18 +126,24 @@ def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed
     per_call = {"forward": calls.forward, "backward": calls.with_gradient, "step": record.steps}[effect.per]
     if not per_call:
         return None
-    same = [
-        call
-        for call in record.collectives
+    same = {
+        call: count
+        for call, count in record.collectives.items()
         if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
         and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
         and (one.step is None or call.record == one.source)
-    ]
-    words, is_seen, cause = _counted(len(same), effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
+    }
+    words, is_seen, cause = _counted(
+        sum(same.values()), effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'"
+    )
     types = sorted({call.dtype for call in same})
     if effect.dtype is not None and same and types != [effect.dtype]:
         return f"{words} in {', '.join(types)}", False, "another type was communicated"
     return words, is_seen, cause
+
+
+def _within(one: Expectation, place: Place) -> bool:
+    return place.phase == "forward" and _below(one.path, place.module)
 
 
 def _below(path: str, module: str) -> bool:
@@ -194,26 +201,28 @@ def _(effect: Replays, one: Expectation, calls: ModuleCalls, record: Observed) -
 
 @_compare.register(Casts)
 def _(effect: Casts, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    seen = {
-        dtype
-        for place, types in record.products.items()
-        if _below(one.path, place.module) and place.phase == "forward"
-        for dtype in types
-    }
-    if effect.compute is None or not seen:
-        return None
-    return f"products in {', '.join(sorted(seen))}", seen == {effect.compute}, ""
+    words, is_seen = [], True
+    of_products = (types for place, types in record.products.items() if _within(one, place))
+    of_parameters = (types for path, types in record.parameters.items() if _below(one.path, path))
+    for what, wanted, found in (
+        ("parameters", effect.storage, of_parameters),
+        ("products", effect.compute, of_products),
+    ):
+        seen = {dtype for types in found for dtype in types if wanted is not None}
+        if seen:
+            words.append(f"{what} in {', '.join(sorted(seen))}")
+            is_seen = is_seen and seen == {wanted}
+    return (" and ".join(words), is_seen, "") if words else None
 
 
 @_compare.register(NeverAllocates)
 def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     large = [
         each
-        for place, each in record.largest.items()
-        if (place.record == one.source or _below(one.path, place.module))
-        and each.shape
-        and each.shape[-1] == effect.features
-        and each.bytes >= calls.rows * effect.features
+        for (place, features), each in record.largest.items()
+        if features == effect.features
+        and (place.record == one.source or _below(one.path, place.module))
+        and math.prod(each.shape) >= calls.rows * features
         and each.dtype in ("float64", "float32", "bfloat16", "float16")
     ]
     if not large:
@@ -228,10 +237,10 @@ def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[F
         (e.effect.kind, e.effect.mesh_dim) for e in expected if isinstance(e.effect, Collective) and e.step is None
     }
     found: dict[tuple[str, str, str], int] = {}
-    for call in record.collectives:
+    for call, count in record.collectives.items():
         if call.mesh_dim and not call.record and (call.kind, call.mesh_dim) not in known:
             key = (call.kind, call.mesh_dim, call.module)
-            found[key] = found.get(key, 0) + 1
+            found[key] = found.get(key, 0) + count
     for (kind, mesh_dim, module), count in found.items():
         seen_there = f"{count} {kind} over '{mesh_dim}' in '{module}'"
         yield Finding("", "", "no collective that neither a step nor the runtime makes", seen_there, False)
