@@ -165,7 +165,7 @@ class Watch:
                 if position.step == "optimizer":
                     position.begin("forward")
                 seen = calls.setdefault(path, ModuleCalls())
-                tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+                tensors = [each for each in tree_leaves((args, kwargs)) if _has_strides(each)]
                 if position.phase == "recomputation":
                     seen.recomputed += 1
                 else:
@@ -180,6 +180,11 @@ class Watch:
     def _happened(self, position: PositionTracker, event: str, name: str, facts: Mapping[str, Any]) -> None:
         place = Place(position.module, position.record, position.phase)
         self.record.happenings[Happening(event, name, tuple(sorted(facts.items())), place)] += 1
+
+
+def _has_strides(value: Any) -> bool:
+    """Return whether a value is a tensor of one shape; not a sparse or nested one."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
 def _backward(position: PositionTracker, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -253,7 +258,7 @@ class _Operations(TorchDispatchMode):
         record = self._record
         record.operators.setdefault(place, Counter())[operator] += 1
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if not isinstance(leaf, torch.Tensor) or leaf.is_sparse:
+            if not _has_strides(leaf):
                 continue
             size, dtype = leaf.numel() * leaf.element_size(), str(leaf.dtype).removeprefix("torch.")
             if operator in _PRODUCTS:
