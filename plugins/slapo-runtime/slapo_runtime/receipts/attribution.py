@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.internals import forwards, hooks_of, journal, module_calls_through, parameters_of
+from slapo_core.internals import Internals, forwards, hooks_of, journal, module_calls_through, parameters_of
 from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
 from slapo_runtime.private import backwards_through, current_autograd_node, next_sequence_number, sequence_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from slapo_core import Schedule
     from slapo_core.internals import journal
     from slapo_core.observers import Forward
     from slapo_core.primitive import Record
@@ -133,6 +134,11 @@ class PositionTracker:
         return self.step
 
     @property
+    def in_passes(self) -> bool:
+        """Whether a module or autograd's backward runs; else a runtime between them."""
+        return bool(self._stack) or current_autograd_node() is not None
+
+    @property
     def module(self) -> str:
         """Path of the module whose forward or backward runs; ``""`` for the model."""
         return "optimizer" if self.step == "optimizer" else self._now().module
@@ -186,37 +192,85 @@ def phases_of(position: PositionTracker, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def attribute_steps(
-    model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]], position: PositionTracker
-) -> None:
-    """Attribute hooks, wrappers and modules of a simulated model to the steps that added them.
+@dataclass(frozen=True)
+class StepCode:
+    """The steps that added hooks, wrappers and modules of a model, as in ``str(record)``; it keeps no tensor alive.
+
+    Args:
+        hooks: ``id`` of a hook or wrapper -> path of the step -> the step; the first one, where `replace` kept the hook.
+        wrappers: ``id`` of a wrapper -> the step.
+        inlined: (path, hook that graphs inline) -> the step.
+        modules: ``id`` of a module that the model did not have before -> the latest step that added it.
+    """
+
+    hooks: Mapping[int, Mapping[str, str]]
+    wrappers: Mapping[int, str]
+    inlined: Mapping[tuple[str, Any], str]
+    modules: Mapping[int, str]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> StepCode:
+        """Read the changes of a schedule, which a build drops; all its steps are in force."""
+        entries, model = list(Internals(schedule).entries()), schedule.model
+        present = {id(function) for module in model.modules() for function in _functions(module)}
+        hooks: dict[int, dict[str, str]] = {}
+        wrappers: dict[int, str] = {}
+        for record, entry in entries:
+            if isinstance(entry, journal.AddHook) and id(entry.function) in present:
+                hooks.setdefault(id(entry.function), {}).setdefault(record.path, str(record))
+            elif isinstance(entry, journal.WrapForward) and id(entry.wrapper) in present:
+                hooks.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
+                wrappers.setdefault(id(entry.wrapper), str(record))
+        inlined = {
+            (record.path, entry.function): str(record)
+            for record, entry in reversed(entries)
+            if isinstance(entry, journal.AddHook) and getattr(entry.function, "slapo_is_inlined", False)
+        }
+        return cls(hooks, wrappers, inlined, _added(model, entries))
+
+
+def _functions(module: nn.Module) -> Iterator[Any]:
+    """Yield a module's hooks, and the wrappers of its forward."""
+    for functions in hooks_of(module).values():
+        yield from functions.values()
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, forwards.ModuleForward):
+        yield from forward.wrappers
+
+
+def _added(model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]]) -> dict[int, str]:
+    old = {
+        id(module) for _, entry in entries if isinstance(entry, journal.ReplaceModule) for module in entry.old.modules()
+    }
+    came: dict[int, str] = {}
+    for record, entry in entries:
+        if isinstance(entry, (journal.ReplaceModule, journal.AddModule)):
+            came.update(
+                (id(module), str(record)) for module in entry.new.modules() if id(module) not in old | came.keys()
+            )
+    return {id(module): came[id(module)] for module in model.modules() if id(module) in came}
+
+
+def attribute_steps(model: nn.Module, code: StepCode, position: PositionTracker) -> None:
+    """Attribute hooks, wrappers and modules of a model to the steps that added them.
 
     Each hook and wrapper is exchanged for one that reports its step. Modules within one that a step added are
     attributed to that step, unless the model had them before.
 
     Args:
         model: of the schedule, with all its steps in force; none is undone afterwards.
-        entries: the changes of the schedule.
+        code: the steps.
         position: the tracker of its model.
     """
-    _modules(model, entries, position)
     paths = {id(module): path for path, module in model.named_modules()}
-    hooks: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first one, where `replace` kept the hook
-    for record, entry in entries:
-        if isinstance(entry, journal.AddHook):
-            hooks.setdefault(id(entry.function), {}).setdefault(record.path, str(record))
-        elif isinstance(entry, journal.WrapForward):
-            hooks.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
-            position.wrappers.setdefault(id(entry.wrapper), str(record))
-
-    position.hooks = {
-        (record.path, entry.function): str(record)
-        for record, entry in reversed(entries)
-        if isinstance(entry, journal.AddHook) and getattr(entry.function, "slapo_is_inlined", False)
-    }
+    for module in model.modules():
+        if id(module) in code.modules:
+            position.attribute_module(module, code.modules[id(module)])
+    position.wrappers.update(code.wrappers)
+    position.hooks = dict(code.inlined)
 
     def cause(function: Any, module: nn.Module) -> str | None:
-        known = hooks.get(id(function), {})
+        known = code.hooks.get(id(function), {})
         return known.get(paths[id(module)], next(iter(known.values()), None))
 
     for module in model.modules():
@@ -238,22 +292,6 @@ def attribute_steps(
                 for name, each in zip(names[1:], others, strict=True)
             )
             forward.exchange_wrappers([first, *rest])
-
-
-def _modules(model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]], position: PositionTracker) -> None:
-    """Attribute added modules to the latest step that added them."""
-    old = {
-        id(module) for _, entry in entries if isinstance(entry, journal.ReplaceModule) for module in entry.old.modules()
-    }
-    came: dict[int, str] = {}
-    for record, entry in entries:
-        if isinstance(entry, (journal.ReplaceModule, journal.AddModule)):
-            came.update(
-                (id(module), str(record)) for module in entry.new.modules() if id(module) not in old | came.keys()
-            )
-    for module in model.modules():
-        if id(module) in came:
-            position.attribute_module(module, came[id(module)])
 
 
 @dataclass(frozen=True, eq=False)

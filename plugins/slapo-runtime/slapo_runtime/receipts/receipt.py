@@ -13,7 +13,7 @@ from slapo_core.primitive import Record
 from slapo_runtime.receipts.watch import ModuleCalls
 
 if TYPE_CHECKING:
-    from slapo_core import Schedule
+    from slapo_core import Plan, Schedule
     from slapo_runtime.receipts.watch import Observed
 
 
@@ -62,21 +62,34 @@ class Expectation:
     location: str = ""
 
 
-def expectations(schedule: Schedule) -> list[Expectation]:
+def expectations(schedule: Schedule, *, by_runtime: bool = True) -> list[Expectation]:
     """Ask each step that is in force for its effects.
 
     A step whose module a later one replaced is left out.
+
+    Args:
+        schedule: with all its steps in force, before a runtime takes the model over.
+        by_runtime: also those that a runtime carries out, e.g. ``fully_shard`` (``Primitive.targets``); False where
+            the scheduled model trains without one.
     """
     internals, found = Internals(schedule), []
     records = list(schedule.records)
     for number, record in enumerate(records):
         if any(_replaces(later, record.path) for later in records[number + 1 :]):
             continue
+        if record.primitive.targets is not None and not by_runtime:
+            continue
         node = internals.node(record.path)
         for effect in record.primitive.effects(node):
             path = record.path if effect.at is None else effect.at
             found.append(Expectation(record, effect, path, str(record), record.location))
     return found
+
+
+def expectations_of_plan(plan: Plan) -> list[Expectation]:
+    """Return the effects of a dialect's own."""
+    source = f"target '{plan.target}'"
+    return [Expectation(None, effect, effect.at or "", source) for effect in plan.effects]
 
 
 def _replaces(later: Record, path: str) -> bool:

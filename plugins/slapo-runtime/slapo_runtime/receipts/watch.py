@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.internals import Internals, forwards, hooks_of, module_calls_through
+from slapo_core.internals import forwards, hooks_of, module_calls_through
 from slapo_core.observers import watched
 from slapo_runtime.private import TorchDispatchMode, tree_leaves
-from slapo_runtime.receipts.attribution import PositionTracker, attribute_steps, phases_of
+from slapo_runtime.receipts.attribution import PositionTracker, StepCode, attribute_steps, phases_of
 from slapo_runtime.receipts.collectives import CollectiveCall, MeshGroups, collective_operations, wait_operations
 
 if TYPE_CHECKING:
@@ -117,11 +117,12 @@ class Watch:
     Args:
         schedule: with all its steps in force, also one that was built.
         model: that runs; None: the schedule's.
-        rank: the place in the mesh; None: this process's.
+        code: the code of its steps, of a schedule that was built; None: what the schedule says now.
     """
 
-    def __init__(self, schedule: Schedule, model: nn.Module | None = None) -> None:
-        self._schedule, self._model = schedule, schedule.model if model is None else model
+    def __init__(self, schedule: Schedule, model: nn.Module | None = None, code: StepCode | None = None) -> None:
+        self._model = schedule.model if model is None else model
+        self._code = StepCode.of(schedule) if code is None else code
         mesh = schedule.mesh
         self._groups = MeshGroups({} if mesh is None else mesh.sizes, _rank(schedule))
         self.record = Observed()
@@ -139,7 +140,7 @@ class Watch:
             watched(lambda event, name, **facts: self._happened(position, event, name, facts)),
             _Operations(self.record, position, self._groups),
         ):
-            attribute_steps(self._model, list(Internals(self._schedule).entries()), position)
+            attribute_steps(self._model, self._code, position)
             yield self.record
 
     def _counting_calls(self, position: PositionTracker) -> contextlib.AbstractContextManager[None]:
@@ -231,7 +232,9 @@ class _Operations(TorchDispatchMode):
             for kind, size, dtype, group in read(args, kwargs):
                 mesh_dim, ranks = self._groups.find(group)
                 self._record.collectives.append(
-                    CollectiveCall(kind, mesh_dim, ranks, size, place.module, place.phase, place.record, dtype)
+                    CollectiveCall(
+                        kind, mesh_dim, ranks, size, place.module, place.phase, place.record, dtype, at.in_passes
+                    )
                 )
         result = func(*args, **kwargs)
         self._note(str(func.overloadpacket), place, result)
