@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 import slapo_core as slapo
 from slapo_estimate.device import DeviceSpec, Link
-from slapo_estimate.private import FakeTensor, ranks_of_group
+from slapo_estimate.private import FakeTensor
+from slapo_runtime import private
 from slapo_runtime.launcher import run_ranks
 from tests.messages import Messages
 
@@ -124,7 +125,9 @@ MESSAGES = {  # operator: kind, and the position of the tensor that a rank gives
 
 def ranks_of(func: Any, args: Any) -> list[int]:
     names = [argument.name for argument in func._schema.arguments]
-    return ranks_of_group(args[next(names.index(each) for each in ("process_group", "group_name") if each in names)])
+    return private.ranks_of_group(
+        args[next(names.index(each) for each in ("process_group", "group_name") if each in names)]
+    )
 
 
 class Watched(TorchDispatchMode):

@@ -73,7 +73,7 @@ class CollectiveCall:
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         record: the step of the schedule that added it, as in ``str(record)``; empty for the model's own.
         dtype: of the tensor, e.g. ``"float32"``; empty without one.
-        in_passes: whether it runs in a call of a module or in autograd's backward; else it is the runtime's own.
+        in_passes: whether a module or a backward pass makes it; else a runtime, between them.
     """
 
     kind: str

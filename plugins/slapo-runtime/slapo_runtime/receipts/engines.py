@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ReceiptError
-from slapo_runtime.receipts.attribution import StepCode
+from slapo_core.internals import Internals
+from slapo_runtime.receipts.attribution import StepPlaces
 from slapo_runtime.receipts.receipt import Expectation, Finding, expectations, expectations_of_plan, receipt, unexplained
 from slapo_runtime.receipts.watch import Watch
 
@@ -23,23 +24,23 @@ class Built:
     Args:
         schedule: which the build sealed.
         plan: of the dialect.
-        code: of the schedule's steps.
+        places: of the schedule's steps.
         of_steps: the effects of the steps, asked before the runtime took the model over; or the error of one.
     """
 
     schedule: Schedule
     plan: Plan
-    code: StepCode
+    places: StepPlaces
     of_steps: tuple[Expectation, ...] | Exception
 
     @classmethod
     def before(cls, schedule: Schedule, plan: Plan) -> Built:
         """Read the schedule before the dialect builds; a build drops its changes."""
         try:
-            found: tuple[Expectation, ...] | Exception = tuple(expectations(schedule))
+            found: tuple[Expectation, ...] | Exception = tuple(expectations(schedule, by_runtime=True))
         except Exception as error:  # noqa: BLE001 - a broken plugin breaks nothing but its own effects
             found = error
-        return cls(schedule, plan, StepCode.of(schedule), found)
+        return cls(schedule, plan, StepPlaces.of(schedule.model, Internals(schedule).entries()), found)
 
     @property
     def expected(self) -> tuple[Expectation, ...]:
@@ -54,7 +55,7 @@ class Built:
 
     def watch(self) -> Watch:
         """Make a watch of the engine's training steps."""
-        return Watch(self.schedule, code=self.code)
+        return Watch(self.schedule, places=self.places)
 
 
 _BUILT: weakref.WeakKeyDictionary[Any, Built] = weakref.WeakKeyDictionary()
