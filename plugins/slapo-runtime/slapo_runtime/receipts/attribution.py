@@ -139,6 +139,11 @@ class PositionTracker:
         return self.step
 
     @property
+    def in_passes(self) -> bool:
+        """Whether a module or a backward pass runs; else a runtime between them."""
+        return bool(self._stack) or self.step == "backward" or current_autograd_node() is not None
+
+    @property
     def module(self) -> str:
         """Path of the module whose forward or backward runs; ``""`` for the model."""
         return "optimizer" if self.step == "optimizer" else self._now().module

@@ -73,6 +73,7 @@ class CollectiveCall:
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         record: the step of the schedule that added it, as in ``str(record)``; empty for the model's own.
         dtype: of the tensor, e.g. ``"float32"``; empty without one.
+        in_passes: whether a module or a backward pass makes it; else a runtime, between them.
     """
 
     kind: str
@@ -83,6 +84,7 @@ class CollectiveCall:
     phase: str
     record: str = ""
     dtype: str = ""
+    in_passes: bool = True
 
 
 class CollectiveTracker:

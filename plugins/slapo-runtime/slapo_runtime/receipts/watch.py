@@ -248,7 +248,9 @@ class _Operations(TorchDispatchMode):
             for kind, size, dtype, group in read(args, kwargs):
                 mesh_dim, ranks = self._groups.find(group)
                 self._record.collectives.append(
-                    CollectiveCall(kind, mesh_dim, ranks, size, place.module, place.phase, place.record, dtype)
+                    CollectiveCall(
+                        kind, mesh_dim, ranks, size, place.module, place.phase, place.record, dtype, at.in_passes
+                    )
                 )
         result = func(*args, **kwargs)
         self._note(str(func.overloadpacket), place, result)
