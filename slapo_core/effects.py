@@ -66,13 +66,16 @@ class Calls(Effect):
     Args:
         name: as :func:`slapo_core.observers.happened` gets it, or the path of a module.
         times: how often; None: at least once.
+        per: as of :class:`Collective`: ``"forward"`` or ``"backward"``.
     """
 
     name: str
     times: int | None = None
+    per: Phase = "forward"
 
     def __str__(self) -> str:
-        return f"{'calls' if self.times is None else f'{self.times} calls'} of {self.name}"
+        in_backward = "" if self.per == "forward" else f" in each {self.per}"
+        return f"{'calls' if self.times is None else f'{self.times} calls'} of {self.name}{in_backward}"
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,8 @@ class StepPlaces:
                     inlined.setdefault((record.path, entry.function), str(record))
             elif isinstance(entry, journal.WrapForward):
                 known.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
+                if is_inlined(entry.wrapper):
+                    inlined.setdefault((record.path, entry.wrapper), str(record))
 
         def step(function: Any, path: str) -> str:
             paths = known.get(id(function), {})
