@@ -180,7 +180,7 @@ class CollectiveTracker:
             self.last = ()
             return
         at = self._position
-        self.last = list(self._reader.read(func, args, kwargs, at.module, at.record, at.step))
+        self.last = list(self._reader.read(func, args, kwargs, (at.module, at.record, at.step)))
         self._found.extend(self.last)
 
 

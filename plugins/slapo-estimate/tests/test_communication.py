@@ -19,6 +19,7 @@ from slapo_estimate.private import (
 )
 from slapo_estimate.trackers import CollectiveTracker, ObserverMode
 from slapo_estimate.values import KnownValues
+from slapo_runtime import private
 from slapo_runtime.launcher import run_process
 from slapo_runtime.private import ranks_of_group
 from slapo_runtime.receipts.attribution import PositionTracker
@@ -94,7 +95,7 @@ def communicate() -> dict[str, list[tuple[str, str, int, int]]]:
         with mode, ObserverMode((tracker,), KnownValues(mode)):
             call()
         found[name] = [(one.kind, one.mesh_dim, one.ranks, one.bytes) for one in tracker.collectives]
-    found["ranks"] = [ranks_of_group(each) for each in (tp, tp.group_name, tp.boxed())]  # type: ignore[misc]
+    found["ranks"] = [private.ranks_of_group(each) for each in (tp, tp.group_name, tp.boxed())]  # type: ignore[misc]
     return found
 
 

@@ -140,6 +140,11 @@ class PositionTracker:
         return self.step
 
     @property
+    def in_passes(self) -> bool:
+        """Whether a module or a backward pass runs; else a runtime between them."""
+        return bool(self._stack) or self.step == "backward" or current_autograd_node() is not None
+
+    @property
     def module(self) -> str:
         """Path of the module whose forward or backward runs; ``""`` for the model."""
         return "optimizer" if self.step == "optimizer" else self._now().module
@@ -241,6 +246,8 @@ class StepPlaces:
                     inlined.setdefault((record.path, entry.function), str(record))
             elif isinstance(entry, journal.WrapForward):
                 known.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
+                if is_inlined(entry.wrapper):
+                    inlined.setdefault((record.path, entry.wrapper), str(record))
 
         def step(function: Any, path: str) -> str:
             paths = known.get(id(function), {})

@@ -70,6 +70,7 @@ class CollectiveCall:
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         record: the step of the schedule that added it, as in ``str(record)``; empty for the model's own.
         dtype: of the tensor, e.g. ``"float32"``; empty without one.
+        in_passes: whether a module or a backward pass makes it; else a runtime, between them.
     """
 
     kind: str
@@ -80,6 +81,7 @@ class CollectiveCall:
     phase: str
     record: str = ""
     dtype: str = ""
+    in_passes: bool = True
 
 
 class CollectiveReader:
@@ -97,7 +99,13 @@ class CollectiveReader:
         return func in self._operations
 
     def read(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], module: str, record: str, phase: str
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        place: tuple[str, str, str],
+        *,
+        in_passes: bool = True,
     ) -> Iterator[CollectiveCall]:
         """Yield the collectives of an operation that communicates.
 
@@ -105,12 +113,12 @@ class CollectiveReader:
             func: the operator.
             args: of the operation.
             kwargs: of the operation.
-            module: path of the module that communicates.
-            record: the step of the schedule, as in ``str(record)``.
-            phase: of the training step.
+            place: module, step and phase, as of :class:`CollectiveCall`.
+            in_passes: likewise.
         """
+        module, record, phase = place
         for kind, size, dtype, group in self._operations[func](args, kwargs):
-            yield CollectiveCall(kind, *self._groups.find(group), size, module, phase, record, dtype)
+            yield CollectiveCall(kind, *self._groups.find(group), size, module, phase, record, dtype, in_passes)
 
 
 Read = Callable[[tuple[Any, ...], Mapping[str, Any]], Iterator[tuple[str, int, str, Any]]]

@@ -65,7 +65,7 @@ _KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "tem
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-_KINDS = {
+_KIND_OF_PHASE = {
     "forward": "activations",
     "recomputation": "activations",
     "backward": "temporaries",
@@ -149,7 +149,7 @@ class MemoryTracker:
                 for storage in self._storages_of(leaf):
                     held = self._storages.get(storage_id(storage))
                     if held is None:
-                        self._add(storage, _KINDS[self._position.phase])
+                        self._add(storage, _KIND_OF_PHASE[self._position.phase])
                     elif held.size != storage.nbytes():
                         self._change(held, storage.nbytes())
         self._look()

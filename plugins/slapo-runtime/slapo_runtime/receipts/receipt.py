@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from slapo_core.primitive import Record
 from slapo_runtime.receipts.watch import ModuleCalls
 
 if TYPE_CHECKING:
-    from slapo_core import Schedule
+    from slapo_core import Plan, Schedule
     from slapo_runtime.receipts.watch import Observed, Place
 
 
@@ -63,21 +64,34 @@ class Expectation:
     location: str = ""
 
 
-def expectations(schedule: Schedule) -> list[Expectation]:
+def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expectation]:
     """Ask each step that is in force for its effects.
 
     A step whose module a later one replaced is left out.
+
+    Args:
+        schedule: with all its steps in force, before a runtime takes the model over.
+        by_runtime: also steps that a runtime carries out, e.g. ``fully_shard`` (``Primitive.targets``); False for a run
+            of the scheduled model alone, as ``verify`` makes it.
     """
     internals, found = Internals(schedule), []
     records = list(schedule.records)
     for number, record in enumerate(records):
         if any(_replaces(later, record.path) for later in records[number + 1 :]):
             continue
+        if record.primitive.targets is not None and not by_runtime:
+            continue
         node = internals.node(record.path)
         for effect in record.primitive.effects(node):
             path = record.path if effect.at is None else effect.at
             found.append(Expectation(record, effect, path, str(record), record.location))
     return found
+
+
+def expectations_of_plan(plan: Plan) -> list[Expectation]:
+    """Return the effects of a dialect's own."""
+    source = f"target '{plan.target}'"
+    return [Expectation(None, effect, effect.at or "", source) for effect in plan.effects]
 
 
 def _replaces(later: Record, path: str) -> bool:
@@ -93,7 +107,12 @@ def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
     A module that was not called in the record shows no effects, and its expectations are left out.
     """
     findings = []
+    of_runtime: dict[tuple[str, str, str], list[tuple[Expectation, Collective]]] = {}
     for one in expected:
+        if one.step is None and isinstance(one.effect, Collective):
+            key = (one.source, one.effect.kind, one.effect.mesh_dim)
+            of_runtime.setdefault(key, []).append((one, one.effect))
+            continue
         calls = record.calls.get(one.path)
         if one.step is not None and (calls is None or not calls.forward):
             continue
@@ -101,7 +120,66 @@ def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
         if seen is not None:
             words, is_seen, cause = seen
             findings.append(Finding(one.source, one.location, str(one.effect), words, is_seen, cause))
+    findings += filter(None, (_exchange(several, record) for several in of_runtime.values()))
     return findings
+
+
+def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -> Finding | None:
+    """Compare the effects of a runtime on one kind of collectives over one mesh dimension, in all modules together.
+
+    A runtime may start a collective of one module in the call of another. Counts hold where each of the modules was
+    called as often as the model; else there is at least one collective.
+
+    Returns:
+        None if none of the modules was called.
+    """
+    first, effect = several[0]
+    calls = {one.path: record.calls[one.path].forward for one, _ in several if one.path in record.calls}
+    shown = [one for one in several if one[1].at is None or calls.get(one[0].path)]
+    if not shown:
+        return None
+    made = [
+        call
+        for call in record.collectives.elements()
+        if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim) and call.dtype not in _COUNTS
+    ]
+    what, cause = f"{effect.kind} over '{effect.mesh_dim}'", ""
+    types = Counter(call.dtype for call in made)
+    dtypes = {one.dtype for _, one in shown}
+    if effect.bytes is not None:
+        wanted, seen = effect.bytes * record.steps, sum(call.bytes for call in made if call.in_passes)
+        expected, words, is_seen = f"{wanted:,} bytes of {what}", f"{seen:,} bytes", seen == wanted
+    elif all(one.times is not None for _, one in shown) and len({calls[""], *calls.values()} - {0}) == 1:
+        counts: Counter[str | None] = Counter()
+        for one, each in shown:
+            counts[each.dtype] += _times(each, one.path, calls, record)
+        types = Counter(call.dtype for call in made if call.in_passes)
+        wanted, seen = sum(counts.values()), sum(types.values())
+        expected, words = f"{wanted} x {what}", str(seen)
+        is_seen = seen == wanted and (None in dtypes or all(types[str(each)] == counts[each] for each in counts))
+    else:
+        expected, words, is_seen = what, str(len(made)), bool(made)
+    known = sorted(filter(None, dtypes))
+    if known and None not in dtypes:
+        expected += f" in {' and '.join(known)}"
+        words += "".join(f", {count} in {dtype}" for dtype, count in sorted(types.items()))
+        if made and not types.keys() >= set(known):
+            is_seen, cause = False, "another type was communicated"
+    return Finding(first.source, first.location, expected, words, is_seen, cause)
+
+
+_COUNTS = ("bool", "uint8", "int32", "int64")
+"""Types of what runtimes exchange about tensors, beside the tensors."""
+
+
+def _times(effect: Collective, path: str, calls: Mapping[str, int], record: Observed) -> int:
+    """Return how often a collective of a module is made in the watched steps; only in its backward if there was one."""
+    has_backward = any(
+        place.phase in ("backward", "recomputation") and _below(path, place.module) for place in record.operators
+    )
+    if effect.per != "forward" and not has_backward:
+        return 0
+    return (effect.times or 0) * (record.steps if effect.per == "step" else calls[path])
 
 
 Seen = tuple[str, bool, str]
@@ -131,11 +209,10 @@ def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed
         for call, count in record.collectives.items()
         if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
         and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
-        and (one.step is None or call.record == one.source)
+        and (call.record == one.source or (effect.at is not None and call.module == effect.at))
     }
-    words, is_seen, cause = _counted(
-        sum(same.values()), effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'"
-    )
+    what = f"{effect.kind} over '{effect.mesh_dim}'"
+    words, is_seen, cause = _counted(sum(same.values()), effect.times, per_call, what)
     types = sorted({call.dtype for call in same})
     if effect.dtype is not None and same and types != [effect.dtype]:
         return f"{words} in {', '.join(types)}", False, "another type was communicated"
@@ -232,13 +309,14 @@ def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Obse
 
 
 def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[Finding]:
-    """Yield collectives over the mesh that neither a step nor the runtime explains."""
-    known = {
-        (e.effect.kind, e.effect.mesh_dim) for e in expected if isinstance(e.effect, Collective) and e.step is None
-    }
+    """Yield collectives over the mesh in passes of the model that no step made.
+
+    A runtime's own mesh dimensions, those of its effects, are left out.
+    """
+    known = {one.effect.mesh_dim for one in expected if isinstance(one.effect, Collective) and one.step is None}
     found: dict[tuple[str, str, str], int] = {}
     for call, count in record.collectives.items():
-        if call.mesh_dim and not call.record and (call.kind, call.mesh_dim) not in known:
+        if call.mesh_dim and call.in_passes and not call.record and call.mesh_dim not in known:
             key = (call.kind, call.mesh_dim, call.module)
             found[key] = found.get(key, 0) + count
     for (kind, mesh_dim, module), count in found.items():

@@ -232,7 +232,8 @@ class Watch:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in arguments or an output."""
     if isinstance(value, torch.Tensor):
-        yield value
+        if _has_strides(value):
+            yield value
     elif isinstance(value, (tuple, list)):
         for each in value:
             yield from _tensors(each)
@@ -240,7 +241,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         for each in value.values():
             yield from _tensors(each)
     elif value is not None and not isinstance(value, (bool, int, float, str)):
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+        yield from filter(_has_strides, tree_leaves(value))
+
+
+def _has_strides(value: Any) -> bool:
+    """Return whether a value is a tensor of one shape; not a sparse or nested one."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
 def _backward(position: PositionTracker, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -342,7 +348,8 @@ class Operations(TorchDispatchMode):
             at = Place(*place)
             operation = self._seen[key] = _Operation(func, at)
         if self._collectives.communicates(func):
-            self._record.collectives.update(self._collectives.read(func, args, kwargs, *place))
+            in_passes = self._position.in_passes
+            self._record.collectives.update(self._collectives.read(func, args, kwargs, place, in_passes=in_passes))
         result = func(*args, **kwargs)
         operation.count += 1
         if operation.allocates:
@@ -353,7 +360,7 @@ class Operations(TorchDispatchMode):
 
     def _note(self, operation: _Operation, result: Any, args: Any) -> None:
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor) or leaf.layout is not torch.strided:
+            if not _has_strides(leaf) or isinstance(leaf, FakeTensor):
                 continue
             shape, dtype = leaf.shape, leaf.dtype
             size = leaf.nbytes
