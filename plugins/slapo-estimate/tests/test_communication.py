@@ -21,7 +21,6 @@ from slapo_estimate.trackers import CollectiveTracker, ObserverMode
 from slapo_estimate.values import KnownValues
 from slapo_runtime import private
 from slapo_runtime.launcher import run_process
-from slapo_runtime.private import ranks_of_group
 from slapo_runtime.receipts.attribution import PositionTracker
 from slapo_runtime.receipts.collectives import MeshGroups, collective_operations, wait_operations
 
