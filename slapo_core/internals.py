@@ -21,6 +21,7 @@ from slapo_core.private import (
     is_data_pointer_error,
     module_calls_through,
     parameters_of,
+    plain_calls_within,
 )
 from slapo_core.schedule.mesh_dims import sharded_mesh_dims, unused_mesh_dims
 from slapo_core.schedule.records import (
@@ -69,6 +70,7 @@ __all__ = [
     "module_index",
     "named_tensors",
     "parameters_of",
+    "plain_calls_within",
     "primitive_from_json",
     "primitive_to_json",
     "set_mode",

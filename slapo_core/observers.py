@@ -15,6 +15,7 @@ __all__ = [
     "HookKind",
     "Origin",
     "attributed",
+    "compiles",
     "dropout_is_off",
     "goes_around",
     "happened",
@@ -159,6 +160,13 @@ def goes_around(wrapper: Callable[..., Any]) -> bool:
     while isinstance(wrapper, functools.partial):
         wrapper = wrapper.func
     return getattr(wrapper, "slapo_goes_around", False) is True
+
+
+def compiles(wrapper: Callable[..., Any]) -> bool:
+    """Return whether a wrapper compiles the forward given, with all that it calls (``slapo_compiles``)."""
+    while isinstance(wrapper, functools.partial):
+        wrapper = wrapper.func
+    return getattr(wrapper, "slapo_compiles", False) is True
 
 
 def spans_stages(wrapper: Callable[..., Any]) -> bool:

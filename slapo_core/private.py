@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -156,6 +156,30 @@ def module_calls_through(call: Callable[..., Any], root: nn.Module | None = None
     finally:
         for cls, own in before:
             cls.__call__ = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def plain_calls_within(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let blocks of :func:`module_calls_through` entered later end at the given modules: calls below are torch's own.
+
+    Compiled code must not contain a method of such a block.
+
+    Args:
+        modules: whose forward is compiled.
+    """
+    plain, compiled = nn.Module.__call__, {id(module) for module in modules}
+
+    def call(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(module) not in compiled:
+            return run(module, *args, **kwargs)
+        through, nn.Module.__call__ = nn.Module.__call__, plain  # type: ignore[method-assign]
+        try:
+            return run(module, *args, **kwargs)
+        finally:
+            nn.Module.__call__ = through  # type: ignore[method-assign]
+
+    with module_calls_through(call):
+        yield
 
 
 def overrides_of_call(cls: type) -> Iterator[type]:

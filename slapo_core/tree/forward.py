@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, Literal
@@ -296,6 +296,17 @@ class ModuleForward:
     def exchange_wrappers(self, wrappers: Sequence[Callable[[Forward], Forward]]) -> None:
         """Replace all wrappers, innermost first; undo does not know the new ones."""
         self._change([AppliedWrapper(wrapper) for wrapper in wrappers], self._base)
+
+    @contextlib.contextmanager
+    def called_through(self, around: Callable[[Forward], Forward]) -> Iterator[None]:
+        """Let ``around(forward)`` run in place of the forward with all wrappings, while the block runs."""
+        function = self._function
+        around_it = self._function = around(function)
+        try:
+            yield
+        finally:
+            if self._function is around_it:  # no step came or went
+                self._function = function
 
     def set_base(self, base: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """Put the wrappings around another base.

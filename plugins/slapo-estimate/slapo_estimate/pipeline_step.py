@@ -20,7 +20,7 @@ from slapo_runtime.correspondence import Correspondence, placement_of
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.losses import LossCall
 from slapo_runtime.ranks.world import simulated_rank
-from slapo_runtime.receipts.attribution import attribute_steps
+from slapo_runtime.receipts.attribution import StepPlaces
 from slapo_runtime.stages import StagedModel, ask, needing
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def train_stages(
     def at(what: str) -> None:
         position.begin("backward" if " in the backward " in what else "forward")
 
-    attribute_steps(schedule.model, list(Internals(schedule).entries()), position)
+    StepPlaces.of(schedule.model, Internals(schedule).entries()).attribute(schedule.model, position)
     with mode, memory.watching(), simulated_rank():
         optimizer = optimizer_of(parameters(), request) if parameters() else None
         sharded = pipeline.dialect.shard_stages(pipeline.plan, schedule, own, pipeline.precision)

@@ -25,7 +25,7 @@ from slapo_estimate.trackers import ObserverMode
 from slapo_estimate.values import KnownValues, hide_fake_tensors
 from slapo_runtime.build import simulated_step
 from slapo_runtime.ranks.world import simulated_rank
-from slapo_runtime.receipts.attribution import attribute_steps, phases_of
+from slapo_runtime.receipts.attribution import StepPlaces, phases_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -189,7 +189,7 @@ def train(
     position, memory = trackers.position, trackers.memory
     is_updating = False
     replicas: list[Replicas] = []
-    entries = list(Internals(schedule).entries())  # a build drops them, and the tensors before the steps
+    places = StepPlaces.of(model, Internals(schedule).entries())  # a build drops them, and the tensors before the steps
 
     def replicate(module: nn.Module, group: dist.ProcessGroup, options: Mapping[str, Any]) -> Callable[[bool], None]:
         made = Replicas(module, group, options, lambda tensors: memory.hold(tensors, "gradients"))
@@ -238,8 +238,7 @@ def train(
             arguments |= {"optimizer": optimizer, "elementwise": True} if is_torch else {"optimizer": request.optimizer}
             position.begin("optimizer")
             step = simulated_step(schedule, request.target, **{**arguments, **request.config})
-            attribute_steps(model, entries, position)
-            del entries
+            places.attribute(model, position)
             if not is_torch:
                 memory.reclassify_as_optimizer_state()
             hold_tensors(model.parameters(), model.buffers(), [batch], memory)

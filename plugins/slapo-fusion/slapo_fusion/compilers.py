@@ -160,6 +160,7 @@ class Compiled:
     """
 
     slapo_goes_around = True
+    slapo_compiles = True
 
     def __init__(
         self,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_re
 from slapo_runtime.private import backwards_through, current_autograd_node, next_sequence_number, sequence_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from slapo_core.internals import journal
     from slapo_core.observers import Forward
@@ -69,10 +70,15 @@ class PositionTracker:
     @classmethod
     def of(cls, model: nn.Module) -> PositionTracker:
         """Make the tracker of a model whose modules and parameters stay the same objects."""
-        modules = dict(model.named_modules())
-        paths = {id(module): path for path, module in modules.items()}
+        return cls.over(model.named_modules())
+
+    @classmethod
+    def over(cls, modules: Iterable[tuple[str, nn.Module]]) -> PositionTracker:
+        """Make the tracker of modules with their paths; copies of one may have one path."""
+        modules = list(modules)
+        paths = {id(module): path for path, module in modules}
         owners: dict[int, str] = {}
-        for path, module in modules.items():
+        for path, module in modules:
             for parameter in parameters_of(module).values():
                 if parameter is not None:
                     owners.setdefault(id(parameter), path)
@@ -128,8 +134,8 @@ class PositionTracker:
     @property
     def phase(self) -> str:
         """``"forward"``, ``"backward"``, ``"recomputation"`` (of checkpointed modules) or ``"optimizer"``."""
-        if self.step == "backward" and torch.is_grad_enabled() and current_autograd_node() is not None:
-            return "recomputation"
+        if current_autograd_node() is not None:
+            return "recomputation" if torch.is_grad_enabled() else "backward"
         return self.step
 
     @property
@@ -145,7 +151,7 @@ class PositionTracker:
     def _now(self) -> CodePosition:
         if self._stack:
             return self._stack[-1]
-        node = current_autograd_node() if self.step == "backward" else None
+        node = current_autograd_node()
         if node is None:
             return _MODEL
         number = sequence_number(node)
@@ -186,62 +192,157 @@ def phases_of(position: PositionTracker, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def attribute_steps(
-    model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]], position: PositionTracker
-) -> None:
-    """Attribute hooks, wrappers and modules of a simulated model to the steps that added them.
+@dataclass(frozen=True)
+class StepPlaces:
+    """The steps of a schedule that added hooks, wrappers and modules, by place; without the objects themselves.
 
-    Each hook and wrapper is exchanged for one that reports its step. Modules within one that a step added are
-    attributed to that step, unless the model had them before.
+    They hold for the schedule's model, also after a build, and for its copies.
 
     Args:
-        model: of the schedule, with all its steps in force; none is undone afterwards.
-        entries: the changes of the schedule.
-        position: the tracker of its model.
+        hooks: path of a module, kind and number of a hook -> the step, as in ``str(record)``.
+        wrappers: path of a module -> the step of each wrapper of its forward, innermost first; ``""`` for none.
+        modules: path of a module that a step added -> the step.
+        inlined: path of a module and hook of a step that a graph may hold -> the step.
     """
-    _modules(model, entries, position)
-    paths = {id(module): path for path, module in model.named_modules()}
-    hooks: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first one, where `replace` kept the hook
-    for record, entry in entries:
-        if isinstance(entry, journal.AddHook):
-            hooks.setdefault(id(entry.function), {}).setdefault(record.path, str(record))
-        elif isinstance(entry, journal.WrapForward):
-            hooks.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
-            position.wrappers.setdefault(id(entry.wrapper), str(record))
 
-    position.hooks = {
-        (record.path, entry.function): str(record)
-        for record, entry in reversed(entries)
-        if isinstance(entry, journal.AddHook) and getattr(entry.function, "slapo_is_inlined", False)
-    }
+    hooks: Mapping[tuple[str, str, int], str]
+    wrappers: Mapping[str, tuple[str, ...]]
+    modules: Mapping[str, str]
+    inlined: Mapping[tuple[str, Any], str]
 
-    def cause(function: Any, module: nn.Module) -> str | None:
-        known = hooks.get(id(function), {})
-        return known.get(paths[id(module)], next(iter(known.values()), None))
+    @classmethod
+    def of(cls, model: nn.Module, entries: Iterable[tuple[Record, journal.JournalEntry]]) -> StepPlaces:
+        """Find the places.
 
-    for module in model.modules():
-        own = position.module_position(module)
-        for functions in hooks_of(module).values():
-            for number, function in functions.items():
-                name = cause(function, module)
-                if name is not None:
-                    functions[number] = _Hook(position, CodePosition(own.module, name), function)
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, forwards.ModuleForward) and not all(map(spans_stages, forward.wrappers)):
-            names = [cause(wrapper, module) or "" for wrapper in forward.wrappers]
-            innermost, *others = forward.wrappers
-            first = _Wrapper(
-                position, CodePosition(own.module, names[0]), innermost, beneath=own, is_own=forward.base is None
-            )
-            rest = (
-                _Wrapper(position, CodePosition(own.module, name), each)
-                for name, each in zip(names[1:], others, strict=True)
-            )
-            forward.exchange_wrappers([first, *rest])
+        Args:
+            model: of the schedule, with all its steps in force.
+            entries: the changes of the schedule; they are dropped by a build.
+        """
+        entries = list(entries)
+        known: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first, where `replace` kept a hook
+        inlined: dict[tuple[str, Any], str] = {}
+        for record, entry in entries:
+            if isinstance(entry, journal.AddHook):
+                known.setdefault(id(entry.function), {}).setdefault(record.path, str(record))
+                if is_inlined(entry.function):
+                    inlined.setdefault((record.path, entry.function), str(record))
+            elif isinstance(entry, journal.WrapForward):
+                known.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
+
+        def step(function: Any, path: str) -> str:
+            paths = known.get(id(function), {})
+            return paths.get(path, next(iter(paths.values()), ""))
+
+        hooks, wrappers = {}, {}
+        for path, module in model.named_modules():
+            for kind, functions in hooks_of(module).items():
+                for number, function in functions.items():
+                    if name := step(function, path):
+                        hooks[path, kind, number] = name
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, forwards.ModuleForward):
+                wrappers[path] = tuple(step(wrapper, path) for wrapper in forward.wrappers)
+        return cls(hooks, wrappers, _added_modules(model, entries), inlined)
+
+    def attribute(self, model: nn.Module, position: PositionTracker) -> None:
+        """Exchange the hooks and wrappers of a model for ones that report their step to the tracker of the model.
+
+        Modules within one that a step added are attributed to that step, unless the model had them before. Wrappers
+        make their forwards again.
+        """
+        modules = list(model.named_modules())
+        self._attribute_modules(modules, position)
+        for functions, number, hook in self._hooks(modules, position):
+            functions[number] = hook
+        for module, forward, names in self._wrapped(modules):
+            self._exchange(forward, names, position.module_position(module), position)
+
+    @contextmanager
+    def attributed(
+        self, modules: Sequence[tuple[str, nn.Module]], position: PositionTracker, except_below: Callable[[str], bool]
+    ) -> Iterator[None]:
+        """Let the hooks and wrapped forwards of a model report their step while the block runs; nothing is made again.
+
+        Of several wrappers of one forward the outermost stands for all.
+
+        Args:
+            modules: of the schedule's model, or of copies, with their paths.
+            position: their tracker.
+            except_below: whether the module at a path runs in compiled code, and stays as it is.
+        """
+        self._attribute_modules(modules, position)
+        put, paths = [], {id(module): path for path, module in modules}
+        with ExitStack() as stack:
+            for module, forward, names in self._wrapped(modules):
+                position.wrappers.update(
+                    (id(wrapper), name) for wrapper, name in zip(forward.wrappers, names, strict=True) if name
+                )
+                if names[-1] and not except_below(paths[id(module)]):
+                    at = CodePosition(position.module_position(module).module, names[-1])
+                    stack.enter_context(forward.called_through(partial(_reported, position, at)))
+            try:
+                for functions, number, hook in self._hooks(modules, position, except_below):
+                    put.append((functions, number, functions[number], hook))
+                    functions[number] = hook
+                yield
+            finally:
+                for functions, number, before, hook in put:
+                    if functions.get(number) is hook:  # nobody removed it
+                        functions[number] = before
+
+    def _attribute_modules(self, modules: Iterable[tuple[str, nn.Module]], position: PositionTracker) -> None:
+        for path, module in modules:
+            if path in self.modules:
+                position.attribute_module(module, self.modules[path])
+        position.hooks = dict(self.inlined)
+
+    def _wrapped(
+        self, modules: Iterable[tuple[str, nn.Module]]
+    ) -> Iterator[tuple[nn.Module, forwards.ModuleForward, tuple[str, ...]]]:
+        """Yield each module with wrappers of steps, its forward, and the step of each wrapper."""
+        for path, module in modules:
+            forward, names = module.__dict__.get("forward"), self.wrappers.get(path)
+            if names and isinstance(forward, forwards.ModuleForward) and len(forward.wrappers) == len(names):
+                yield module, forward, names
+
+    def _hooks(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        position: PositionTracker,
+        except_below: Callable[[str], bool] = lambda _: False,
+    ) -> Iterator[tuple[dict[int, Any], int, _Hook]]:
+        """Yield each table of hooks, the number of a step's hook in it, and the one that reports."""
+        known = {path for path, _, _ in self.hooks}
+        for path, module in modules:
+            if path not in known or except_below(path):
+                continue
+            own = position.module_position(module).module
+            for kind, functions in hooks_of(module).items():
+                for number, function in list(functions.items()):
+                    if name := self.hooks.get((path, kind, number)):
+                        yield functions, number, _Hook(position, CodePosition(own, name), function)
+
+    @staticmethod
+    def _exchange(
+        forward: forwards.ModuleForward, names: Sequence[str], own: CodePosition, position: PositionTracker
+    ) -> None:
+        position.wrappers.update(
+            (id(wrapper), name) for wrapper, name in zip(forward.wrappers, names, strict=True) if name
+        )
+        if all(map(spans_stages, forward.wrappers)):
+            return
+        innermost, *others = forward.wrappers
+        at = CodePosition(own.module, names[0])
+        first = _Wrapper(position, at, innermost, beneath=own, is_own=forward.base is None)
+        rest = (
+            _Wrapper(position, CodePosition(own.module, name), each)
+            for name, each in zip(names[1:], others, strict=True)
+        )
+        forward.exchange_wrappers([first, *rest])
 
 
-def _modules(model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]], position: PositionTracker) -> None:
-    """Attribute added modules to the latest step that added them."""
+def _added_modules(model: nn.Module, entries: Sequence[tuple[Record, journal.JournalEntry]]) -> dict[str, str]:
+    """Return path -> the latest step that added the module."""
     old = {
         id(module) for _, entry in entries if isinstance(entry, journal.ReplaceModule) for module in entry.old.modules()
     }
@@ -251,9 +352,15 @@ def _modules(model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]
             came.update(
                 (id(module), str(record)) for module in entry.new.modules() if id(module) not in old | came.keys()
             )
-    for module in model.modules():
-        if id(module) in came:
-            position.attribute_module(module, came[id(module)])
+    return {path: came[id(module)] for path, module in model.named_modules() if id(module) in came}
+
+
+def _reported(position: PositionTracker, at: CodePosition, forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if is_recording() else position.run(at, forward, *args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True, eq=False)

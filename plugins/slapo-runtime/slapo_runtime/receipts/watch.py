@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from slapo_core.internals import Internals, forwards, hooks_of, module_calls_through
-from slapo_core.observers import watched
-from slapo_runtime.private import TorchDispatchMode, tree_leaves
-from slapo_runtime.receipts.attribution import PositionTracker, attribute_steps, phases_of
+from slapo_core.internals import Internals, forwards, module_calls_through, plain_calls_within
+from slapo_core.observers import PATCHING, compiles, watched
+from slapo_runtime.private import TorchDispatchMode, backwards_through, is_compiled, tree_leaves
+from slapo_runtime.receipts.attribution import PositionTracker, StepPlaces
 from slapo_runtime.receipts.collectives import CollectiveCall, MeshGroups, collective_operations, wait_operations
 
 if TYPE_CHECKING:
@@ -116,39 +117,53 @@ class Watch:
 
     Args:
         schedule: with all its steps in force, also one that was built.
-        model: that runs; None: the schedule's.
-        rank: the place in the mesh; None: this process's.
+        modules: that run, with their paths, also of copies of the model; None: the schedule's.
+        places: of the schedule's steps, which a build drops; None: of the schedule now.
     """
 
-    def __init__(self, schedule: Schedule, model: nn.Module | None = None) -> None:
-        self._schedule, self._model = schedule, schedule.model if model is None else model
+    def __init__(
+        self,
+        schedule: Schedule,
+        modules: Iterable[tuple[str, nn.Module]] | None = None,
+        places: StepPlaces | None = None,
+    ) -> None:
+        self._modules = list(schedule.model.named_modules() if modules is None else modules)
+        self._places = StepPlaces.of(schedule.model, Internals(schedule).entries()) if places is None else places
         mesh = schedule.mesh
         self._groups = MeshGroups({} if mesh is None else mesh.sizes, _rank(schedule))
+        self._compiled = [(path, module) for path, module in self._modules if _is_compiled(module)]
         self.record = Observed()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Observed]:
         """Observed what runs in a block; the block counts its steps in ``record.steps``."""
-        position = PositionTracker.of(self._model)
+        position = PositionTracker.over(self._modules)
         with (
-            _restored(self._model),
+            PATCHING,
+            plain_calls_within(module for _, module in self._compiled),
             torch.autograd.set_multithreading_enabled(False),
+            self._places.attributed(self._modules, position, self._is_compiled),
             position.watching(),
-            phases_of(position, self._model),
+            backwards_through(partial(_backward, position)),
             self._counting_calls(position),
             watched(lambda event, name, **facts: self._happened(position, event, name, facts)),
             _Operations(self.record, position, self._groups),
         ):
-            attribute_steps(self._model, list(Internals(self._schedule).entries()), position)
             yield self.record
 
+    def _is_compiled(self, path: str) -> bool:
+        """Return whether a module runs in the compiled code of one above it, or is compiled itself."""
+        return any(each in ("", path) or path.startswith(f"{each}.") for each, _ in self._compiled)
+
     def _counting_calls(self, position: PositionTracker) -> contextlib.AbstractContextManager[None]:
-        paths = {id(module): path for path, module in self._model.named_modules()}
+        paths = {id(module): path for path, module in self._modules}
         calls = self.record.calls
 
         def count(run: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = paths.get(id(module))
             if path is not None:
+                if position.step == "optimizer":
+                    position.begin("forward")
                 seen = calls.setdefault(path, ModuleCalls())
                 tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
                 if position.phase == "recomputation":
@@ -167,6 +182,22 @@ class Watch:
         self.record.happenings[Happening(event, name, tuple(sorted(facts.items())), place)] += 1
 
 
+def _backward(position: PositionTracker, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Run a backward pass; the optimizer follows until a module is called."""
+    if position.step == "backward":  # of a checkpointed module, within the backward pass
+        return run(*args, **kwargs)
+    position.begin("backward")
+    try:
+        run(*args, **kwargs)
+    finally:
+        position.begin("optimizer")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return is_compiled(module) or (isinstance(forward, forwards.ModuleForward) and any(map(compiles, forward.wrappers)))
+
+
 def _rank(schedule: Schedule) -> int:
     mesh = schedule.mesh
     if mesh is None or mesh.is_abstract:
@@ -174,25 +205,6 @@ def _rank(schedule: Schedule) -> int:
     import torch.distributed as dist
 
     return dist.get_rank()
-
-
-@contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Put back the hooks and wrappers of a model that a block exchanges."""
-    hooks = [(table, dict(table)) for module in model.modules() for table in hooks_of(module).values() if table]
-    wrappers = [
-        (forward, list(forward.wrappers))
-        for module in model.modules()
-        if isinstance(forward := module.__dict__.get("forward"), forwards.ModuleForward)
-    ]
-    try:
-        yield
-    finally:
-        for table, kept in hooks:
-            for key in table.keys() & kept.keys():
-                table[key] = kept[key]
-        for forward, kept_wrappers in wrappers:
-            forward.exchange_wrappers(kept_wrappers)
 
 
 _PRODUCTS = frozenset(
