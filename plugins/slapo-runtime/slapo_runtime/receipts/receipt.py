@@ -94,7 +94,7 @@ def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
     findings = []
     for one in expected:
         calls = record.calls.get(one.path)
-        if one.step is not None and (calls is None or not calls.forward) and not _fallbacks(record, one.path):
+        if one.step is not None and (calls is None or not calls.forward) and not _fallbacks(record, one.path, here=True):
             continue
         seen = _compare(one.effect, one, calls or ModuleCalls(), record)
         if seen is not None:
@@ -165,7 +165,8 @@ def _(effect: Calls, one: Expectation, calls: ModuleCalls, record: Observed) -> 
     called = record.calls.get(effect.name)
     if called is not None:  # a module
         words, is_seen, cause = _counted(called.forward, effect.times, calls.forward, f"calls of {effect.name}")
-        return words, is_seen, cause
+        former = _fallbacks(record, one.path, here=True)
+        return words, is_seen and not former, f"{former[0]} runs" if former else cause
     seen = _events(
         record,
         one.path,
@@ -180,8 +181,14 @@ def _(effect: Calls, one: Expectation, calls: ModuleCalls, record: Observed) -> 
     return words, is_seen, cause
 
 
-def _fallbacks(record: Observed, path: str) -> list[str]:
-    return [each.name for each in record.happenings if each.event == "fallback" and _below(path, each.place.module)]
+def _fallbacks(record: Observed, path: str, *, here: bool = False) -> list[str]:
+    """Return the reasons of fallbacks at a module, or also below."""
+    return [
+        each.name
+        for each in record.happenings
+        if each.event == "fallback"
+        and (each.place.module == path if here else _below(path, each.place.module))
+    ]
 
 
 @_compare.register(Recomputes)
