@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from slapo_core.internals import Internals, forwards, module_calls_through, plain_calls_within
-from slapo_core.observers import PATCHING, compiles, watched
+from slapo_core.observers import PATCHING, compiles, is_recording, watched
 from slapo_runtime.private import TorchDispatchMode, backwards_through, is_compiled, tree_leaves
 from slapo_runtime.receipts.attribution import PositionTracker, StepPlaces
 from slapo_runtime.receipts.collectives import CollectiveCall, MeshGroups, collective_operations, wait_operations
@@ -161,6 +161,8 @@ class Watch:
 
         def count(run: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = paths.get(id(module))
+            if is_recording():
+                return run(module, *args, **kwargs)
             if path is not None:
                 if position.step == "optimizer":
                     position.begin("forward")
@@ -173,6 +175,9 @@ class Watch:
                     seen.with_gradient += torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
                 rows = (each.numel() // max(1, each.shape[-1]) for each in tensors if each.dim())
                 seen.rows = max(seen.rows, *rows, 0, 0)
+            elif module in self._places.replaced:
+                place = Place(self._places.replaced[module], "", position.phase)
+                self.record.happenings[Happening("fallback", "the module that it replaced", (), place)] += 1
             return run(module, *args, **kwargs)
 
         return module_calls_through(count)
