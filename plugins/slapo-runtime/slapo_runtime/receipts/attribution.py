@@ -40,6 +40,7 @@ class CodePosition(NamedTuple):
 
 
 _MODEL = CodePosition("")
+_OPTIMIZER = ("optimizer", "", "optimizer")
 
 
 class PositionTracker:
@@ -154,12 +155,24 @@ class PositionTracker:
         """The step whose code runs, forward or backward, as in ``str(record)``; empty for none."""
         return "" if self.step == "optimizer" else self._now().record
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Return :attr:`module`, :attr:`record` and :attr:`phase` together."""
+        node, step = current_autograd_node(), self.step
+        if node is not None:
+            step = "recomputation" if torch.is_grad_enabled() else "backward"
+        elif step == "optimizer":
+            return _OPTIMIZER
+        at = self._stack[-1] if self._stack else _MODEL if node is None else self._of(node)
+        return at.module, at.record, step
+
     def _now(self) -> CodePosition:
         if self._stack:
             return self._stack[-1]
         node = current_autograd_node()
-        if node is None:
-            return _MODEL
+        return _MODEL if node is None else self._of(node)
+
+    def _of(self, node: Any) -> CodePosition:
         number = sequence_number(node)
         if number == _NO_SEQUENCE:
             return self._owners.get(id(getattr(node, "variable", None)), _MODEL)

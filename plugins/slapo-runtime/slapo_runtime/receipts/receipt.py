@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from slapo_runtime.receipts.watch import ModuleCalls
 
 if TYPE_CHECKING:
     from slapo_core import Plan, Schedule
-    from slapo_runtime.receipts.watch import Observed
+    from slapo_runtime.receipts.watch import Observed, Place
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,11 @@ def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
             of_runtime.setdefault(key, []).append((one, one.effect))
             continue
         calls = record.calls.get(one.path)
-        if one.step is not None and (calls is None or not calls.forward) and not _fallbacks(record, one.path, here=True):
+        if (
+            one.step is not None
+            and (calls is None or not calls.forward)
+            and not _fallbacks(record, one.path, here=True)
+        ):
             continue
         seen = _compare(one.effect, one, calls or ModuleCalls(), record)
         if seen is not None:
@@ -139,7 +144,7 @@ def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -
         return None
     made = [
         call
-        for call in record.collectives
+        for call in record.collectives.elements()
         if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim) and call.dtype not in _COUNTS
     ]
     what, cause = f"{effect.kind} over '{effect.mesh_dim}'", ""
@@ -212,20 +217,25 @@ def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed
     per_call = {"forward": calls.forward, "backward": calls.with_gradient, "step": record.steps}[effect.per]
     if not per_call:
         return None
-    same = [
-        call
-        for call in record.collectives
+    same = {
+        call: count
+        for call, count in record.collectives.items()
         if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
         and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
         and (call.record == one.source or (effect.at is not None and call.module == effect.at))
-    ]
+    }
     if not same and _runs_code(record, one.path):
         return None
-    words, is_seen, cause = _counted(len(same), effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
+    what = f"{effect.kind} over '{effect.mesh_dim}'"
+    words, is_seen, cause = _counted(sum(same.values()), effect.times, per_call, what)
     types = sorted({call.dtype for call in same})
     if effect.dtype is not None and same and types != [effect.dtype]:
         return f"{words} in {', '.join(types)}", False, "another type was communicated"
     return words, is_seen, cause
+
+
+def _within(one: Expectation, place: Place) -> bool:
+    return place.phase == "forward" and _below(one.path, place.module)
 
 
 def _below(path: str, module: str) -> bool:
@@ -264,8 +274,7 @@ def _fallbacks(record: Observed, path: str, *, here: bool = False) -> list[str]:
     return [
         each.name
         for each in record.happenings
-        if each.event == "fallback"
-        and (each.place.module == path if here else _below(path, each.place.module))
+        if each.event == "fallback" and (each.place.module == path if here else _below(path, each.place.module))
     ]
 
 
@@ -314,26 +323,28 @@ def _(effect: Replays, one: Expectation, calls: ModuleCalls, record: Observed) -
 
 @_compare.register(Casts)
 def _(effect: Casts, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    seen = {
-        dtype
-        for place, types in record.products.items()
-        if _below(one.path, place.module) and place.phase == "forward"
-        for dtype in types
-    }
-    if effect.compute is None or not seen:
-        return None
-    return f"products in {', '.join(sorted(seen))}", seen == {effect.compute}, ""
+    words, is_seen = [], True
+    of_products = (types for place, types in record.products.items() if _within(one, place))
+    of_parameters = (types for path, types in record.parameters.items() if _below(one.path, path))
+    for what, wanted, found in (
+        ("parameters", effect.storage, of_parameters),
+        ("products", effect.compute, of_products),
+    ):
+        seen = {dtype for types in found for dtype in types if wanted is not None}
+        if seen:
+            words.append(f"{what} in {', '.join(sorted(seen))}")
+            is_seen = is_seen and seen == {wanted}
+    return (" and ".join(words), is_seen, "") if words else None
 
 
 @_compare.register(NeverAllocates)
 def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     large = [
         each
-        for place, each in record.largest.items()
-        if (place.record == one.source or _below(one.path, place.module))
-        and each.shape
-        and each.shape[-1] == effect.features
-        and each.bytes >= calls.rows * effect.features
+        for (place, features), each in record.largest.items()
+        if features == effect.features
+        and (place.record == one.source or _below(one.path, place.module))
+        and math.prod(each.shape) >= calls.rows * features
         and each.dtype in ("float64", "float32", "bfloat16", "float16")
     ]
     if not large:
@@ -349,10 +360,10 @@ def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[F
     """
     known = {one.effect.mesh_dim for one in expected if isinstance(one.effect, Collective) and one.step is None}
     found: dict[tuple[str, str, str], int] = {}
-    for call in record.collectives:
+    for call, count in record.collectives.items():
         if call.mesh_dim and call.in_passes and not call.record and call.mesh_dim not in known:
             key = (call.kind, call.mesh_dim, call.module)
-            found[key] = found.get(key, 0) + 1
+            found[key] = found.get(key, 0) + count
     for (kind, mesh_dim, module), count in found.items():
         seen_there = f"{count} {kind} over '{mesh_dim}' in '{module}'"
         yield Finding("", "", "no collective that neither a step nor the runtime makes", seen_there, False)
