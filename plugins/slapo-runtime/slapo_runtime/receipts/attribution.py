@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.internals import forwards, hooks_of, journal, module_calls_through, parameters_of
 from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
@@ -221,12 +222,14 @@ class StepPlaces:
         wrappers: path of a module -> the step of each wrapper of its forward, innermost first; ``""`` for none.
         modules: path of a module that a step added -> the step.
         inlined: path of a module and hook of a step that a graph may hold -> the step.
+        replaced: a module that a step took out of the model, while it lives -> its former path.
     """
 
     hooks: Mapping[tuple[str, str, int], str]
     wrappers: Mapping[str, tuple[str, ...]]
     modules: Mapping[str, str]
     inlined: Mapping[tuple[str, Any], str]
+    replaced: WeakIdKeyDictionary
 
     @classmethod
     def of(cls, model: nn.Module, entries: Iterable[tuple[Record, journal.JournalEntry]]) -> StepPlaces:
@@ -262,7 +265,11 @@ class StepPlaces:
             forward = module.__dict__.get("forward")
             if isinstance(forward, forwards.ModuleForward):
                 wrappers[path] = tuple(step(wrapper, path) for wrapper in forward.wrappers)
-        return cls(hooks, wrappers, _added_modules(model, entries), inlined)
+        replaced, present = WeakIdKeyDictionary(), set(map(id, model.modules()))
+        for _, entry in entries:
+            if isinstance(entry, journal.ReplaceModule) and id(entry.old) not in present:
+                replaced[entry.old] = entry.path
+        return cls(hooks, wrappers, _added_modules(model, entries), inlined, replaced)
 
     def attribute(self, model: nn.Module, position: PositionTracker) -> None:
         """Exchange the hooks and wrappers of a model for ones that report their step to the tracker of the model.

@@ -149,7 +149,11 @@ def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
             of_runtime.setdefault(key, []).append((one, one.effect))
             continue
         calls = record.calls.get(one.path)
-        if one.step is not None and (calls is None or not calls.forward):
+        if (
+            one.step is not None
+            and (calls is None or not calls.forward)
+            and not _fallbacks(record, one.path, here=True)
+        ):
             continue
         seen = _compare(one.effect, one, calls or ModuleCalls(), record)
         if seen is not None:
@@ -237,6 +241,15 @@ def _counted(seen: int, times: int | None, calls: int, what: str) -> Seen:
     return f"{seen}{of} {what}", is_seen, ""
 
 
+def _runs_code(record: Observed, path: str) -> bool:
+    """Return whether compiled or captured code ran in the place of a module's Python, so that it shows less."""
+    return any(
+        each.event == "unseen" or (each.event in ("compiled", "replay") and not each.name)
+        for each in record.happenings
+        if _below(each.place.module, path)
+    )
+
+
 @_compare.register(Collective)
 def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     per_call = {"forward": calls.forward, "backward": calls.with_gradient, "step": record.steps}[effect.per]
@@ -249,6 +262,8 @@ def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed
         and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
         and (call.record == one.source or (effect.at is not None and call.module == effect.at))
     }
+    if not same and _runs_code(record, one.path):
+        return None
     made = sum(same.values())
     words, is_seen, cause = _counted(made, effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
     if effect.per == "backward" and not is_seen:
@@ -279,46 +294,74 @@ def _events(record: Observed, path: str, is_one: Callable[[Any], bool]) -> int:
 def _(effect: Calls, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     called = record.calls.get(effect.name)
     if called is not None:  # a module
-        return _counted(called.forward, effect.times, calls.forward, f"calls of {effect.name}")
+        words, is_seen, cause = _counted(called.forward, effect.times, calls.forward, f"calls of {effect.name}")
+        former = _fallbacks(record, one.path, here=True)
+        return words, is_seen and not former, f"{former[0]} runs" if former else cause
     seen = _events(
         record,
         one.path,
         lambda each: each.event == "call" and each.name == effect.name and each.place.phase == "forward",
     )
-    fallbacks = [each for each in record.happenings if each.event == "fallback" and _below(one.path, each.place.module)]
+    fallbacks = _fallbacks(record, one.path)
+    if not seen and not fallbacks and _runs_code(record, one.path):
+        return None
     words, is_seen, cause = _counted(seen, effect.times, calls.forward, f"calls of {effect.name}")
     if fallbacks:
-        return words, False, f"it ran its fallback: {fallbacks[0].name}"
+        return words, False, f"it ran its fallback: {fallbacks[0]}"
     return words, is_seen, cause
+
+
+def _fallbacks(record: Observed, path: str, *, here: bool = False) -> list[str]:
+    """Return the reasons of fallbacks at a module, or also below."""
+    return [
+        each.name
+        for each in record.happenings
+        if each.event == "fallback" and (each.place.module == path if here else _below(path, each.place.module))
+    ]
 
 
 @_compare.register(Recomputes)
 def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    events = _events(record, one.path, lambda each: each.event == "recomputation")
-    seen, wanted = max(calls.recomputed, events), effect.times * calls.differentiable
-    words = f"{seen} of {wanted} recomputed forwards"
-    if not wanted and not seen:
-        trained = any(_below(one.path, path) for path in record.trained)
-        return (words, False, "it ran without gradients, e.g. under torch.no_grad()") if trained else None
-    if not seen and not _has_backward(record, one.path):
-        return None  # no gradient came back to its output
-    # A checkpoint around this one recomputes it, too; and of several outputs some may have no gradient.
-    return words, seen > 0, "" if seen else "its forward was not the wrapped one"
+    again = {each: count for each, count in record.happenings.items() if each.event == "recomputation"}
+    seen = sum(count for each, count in again.items() if each.name == one.path)
+    if not seen:  # a region
+        seen = sum(count for each, count in again.items() if not each.name and _below(one.path, each.place.module))
+    if not seen and _needs_no_gradient(calls, one.path, record):
+        return None
+    cause = "" if seen else "it ran without gradients, or another forward runs"
+    return _counted(seen, None, calls.forward, "recomputed forwards")[:2] + (cause,)
+
+
+def _needs_no_gradient(calls: ModuleCalls, path: str, record: Observed) -> bool:
+    """Return whether no backward pass can have needed the activations of a module, or compiled code kept them."""
+    backward = [place.module for place in record.operators if place.phase == "backward"]
+    is_reached = any(_below(path, module) for module in backward)
+    is_frozen = not calls.differentiable and not any(_below(path, each) for each in record.trained)
+    return not backward or is_frozen or (calls.differentiable > 0 and not is_reached) or _runs_code(record, path)
 
 
 @_compare.register(Compiled)
 def _(effect: Compiled, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    runs = [each for each in record.happenings if each.event == "compiled" and _below(one.path, each.place.module)]
-    if not runs:
-        return "no compiled code", False, "torch.compile skipped the forward, or another wrapper runs instead"
+    here = [each for each in record.happenings if each.place.module == one.path]
+    runs = [each for each in here if each.event == "compiled"]
+    skipped = [each.name for each in here if each.event == "fallback"]
+    if skipped or not runs:
+        if not skipped and any(each.event == "unseen" for each in here):
+            return None
+        return "no compiled code", False, skipped[0] if skipped else "another forward runs"
     breaks = max(dict(each.facts).get("graph_breaks", 0) for each in runs)
-    return f"compiled code with {breaks or 'no'} graph breaks", breaks <= effect.graph_breaks, ""
+    is_whole = effect.graph_breaks is None or breaks <= effect.graph_breaks
+    return f"compiled code with {breaks or 'no'} graph breaks", is_whole, ""
 
 
 @_compare.register(Replays)
 def _(effect: Replays, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    seen = _events(record, one.path, lambda each: each.event == "replay")
-    return _counted(seen, effect.times, calls.forward, "replays of a CUDA graph")
+    here = {each: count for each, count in record.happenings.items() if each.place.module == one.path}
+    seen = sum(count for each, count in here.items() if each.event == "replay")
+    if not seen and any(each.event == "unseen" for each in here):
+        return None
+    words, is_seen, _ = _counted(seen, effect.times, calls.forward, "replays of a CUDA graph")
+    return words, is_seen, next((each.name for each in here if each.event == "fallback"), "")
 
 
 @_compare.register(Casts)

@@ -197,6 +197,9 @@ class Watch:
 
         def count(run: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = paths.get(id(module))
+            if path is None and module in self._places.replaced:
+                place = Place(self._places.replaced[module], "", position.phase)
+                self.record.happenings[Happening("fallback", "the module that it replaced", (), place)] += 1
             if path is None or is_recording():  # nodes of a graph are not calls of the model
                 return run(module, *args, **kwargs)
             if position.step == "optimizer":
