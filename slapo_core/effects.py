@@ -24,7 +24,7 @@ class Effect:
     """A sign of a step in a training step; a subclass says which.
 
     Args:
-        at: path of the module that shows it; None: the module of the step.
+        at: path of the module that shows it, whoever makes it there, e.g. the runtime; None: the module of the step.
     """
 
     at: str | None = field(default=None, kw_only=True)
@@ -42,6 +42,7 @@ class Collective(Effect):
             in a backward pass only where an input of the module requires a gradient. ``"step"``: of a training step.
         times: how often; None: at least once.
         dtype: of the tensors, e.g. ``"bfloat16"``; None: any.
+        bytes: that this rank gives in a training step; None: any.
     """
 
     kind: str
@@ -49,11 +50,13 @@ class Collective(Effect):
     per: Phase = "forward"
     times: int | None = None
     dtype: str | None = None
+    bytes: int | None = None
 
     def __str__(self) -> str:
         count = "" if self.times is None else f"{self.times} x "
         of_type = "" if self.dtype is None else f" in {self.dtype}"
-        return f"{count}{self.kind} over '{self.mesh_dim}'{of_type} in each {self.per}"
+        size = "" if self.bytes is None else f" of {self.bytes:,} bytes"
+        return f"{count}{self.kind} over '{self.mesh_dim}'{of_type}{size} in each {self.per}"
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,10 @@ class Calls(Effect):
 
 @dataclass(frozen=True)
 class Recomputes(Effect):
-    """Forwards that the backward pass runs again, for each call of the module.
-
-    Args:
-        times: how often.
-    """
-
-    times: int = 1
+    """A forward of the module, or of a region of it, that the backward pass runs again."""
 
     def __str__(self) -> str:
-        return "a forward that backward recomputes" if self.times == 1 else f"{self.times} recomputed forwards"
+        return "a forward that backward recomputes"
 
 
 @dataclass(frozen=True)
@@ -94,13 +91,15 @@ class Compiled(Effect):
     """Compiled code in each call of the module.
 
     Args:
-        graph_breaks: the most that are allowed.
+        graph_breaks: the most that are allowed; None: any number.
     """
 
-    graph_breaks: int = 0
+    graph_breaks: int | None = 0
 
     def __str__(self) -> str:
-        return f"compiled code with {self.graph_breaks or 'no'} graph breaks"
+        if self.graph_breaks is None:
+            return "compiled code"
+        return f"compiled code with {f'at most {self.graph_breaks}' if self.graph_breaks else 'no'} graph breaks"
 
 
 @dataclass(frozen=True)

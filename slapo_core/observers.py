@@ -67,15 +67,28 @@ def run_from(origin: Origin | None, function: Callable[..., Any], *args: Any, **
 def attributed(attribute: Callable[..., Any]) -> Iterator[None]:
     """Let ``attribute(origin, function, *args, **kwargs)`` make the calls of `run_from` in a block."""
     global _attribute
-    before, _attribute = _attribute, attribute
+    before = _attribute
+    _attribute = attribute if before is None else functools.partial(_attribute_twice, attribute, before)
     try:
         yield
     finally:
         _attribute = before
 
 
-Event = Literal["call", "fallback", "compiled", "replay", "recomputation"]
-"""An event of a step: a call of what it put in, its fallback, a run of compiled code, of a CUDA graph, again."""
+def _attribute_twice(
+    inner: Callable[..., Any],
+    outer: Callable[..., Any],
+    origin: Origin,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return inner(origin, functools.partial(outer, origin, function), *args, **kwargs)
+
+
+Event = Literal["call", "fallback", "compiled", "replay", "recomputation", "unseen"]
+"""An event of a step: a call of what it put in, its fallback, a run of compiled code, of a CUDA graph, again; or a run
+that differs because it is observed, and shows nothing."""
 
 _watch: Callable[..., None] | None = None
 
@@ -85,7 +98,8 @@ def happened(event: Event, name: str = "", **facts: Any) -> None:
 
     Args:
         event: its kind.
-        name: of the function that ran, as :class:`slapo_core.effects.Calls` names it; of a fallback, the reason.
+        name: of the function that ran, as :class:`slapo_core.effects.Calls` names it; of a fallback, the reason; of a
+            recomputation, the path of the module, or empty for a region; of compiled code, empty for a forward.
         facts: about it, e.g. ``graph_breaks=1``.
     """
     if _watch is not None:
@@ -96,11 +110,17 @@ def happened(event: Event, name: str = "", **facts: Any) -> None:
 def watched(watch: Callable[..., None]) -> Iterator[None]:
     """Let ``watch(event, name, **facts)`` get the events of :func:`happened` in a block."""
     global _watch
-    before, _watch = _watch, watch
+    before = _watch
+    _watch = watch if before is None else functools.partial(_watch_twice, watch, before)
     try:
         yield
     finally:
         _watch = before
+
+
+def _watch_twice(inner: Callable[..., None], outer: Callable[..., None], event: Event, name: str, **facts: Any) -> None:
+    inner(event, name, **facts)
+    outer(event, name, **facts)
 
 
 def is_observed() -> bool:

@@ -48,9 +48,7 @@ class InputSource(NamedTuple):
     hook: Callable[..., Any]
 
 
-def with_source(
-    given: Tensor, tensor: Tensor, axis: int | None, group: RankGroup, hook: Callable[..., Any]
-) -> Tensor:
+def with_source(given: Tensor, tensor: Tensor, axis: int | None, group: RankGroup, hook: Callable[..., Any]) -> Tensor:
     """Note on ``given``, a layer's input, that ``hook`` made it of ``tensor``."""
     version = 0 if is_compiling() else version_of(given)
     given._slapo_tp_source = InputSource(tensor, axis, group, version, hook)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.internals import forwards, hooks_of, journal, module_calls_through, parameters_of
 from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
@@ -39,6 +40,7 @@ class CodePosition(NamedTuple):
 
 
 _MODEL = CodePosition("")
+_OPTIMIZER = ("optimizer", "", "optimizer")
 
 
 class PositionTracker:
@@ -148,6 +150,11 @@ class PositionTracker:
         return self.step
 
     @property
+    def in_passes(self) -> bool:
+        """Whether a module or a backward pass runs; else a runtime between them."""
+        return bool(self._stack) or self.step == "backward" or current_autograd_node() is not None
+
+    @property
     def module(self) -> str:
         """Path of the module whose forward or backward runs; ``""`` for the model."""
         return "optimizer" if self.step == "optimizer" else self._now().module
@@ -157,12 +164,24 @@ class PositionTracker:
         """The step whose code runs, forward or backward, as in ``str(record)``; empty for none."""
         return "" if self.step == "optimizer" else self._now().record
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Return :attr:`module`, :attr:`record` and :attr:`phase` together."""
+        node, step = current_autograd_node(), self.step
+        if node is not None:
+            step = "recomputation" if torch.is_grad_enabled() else "backward"
+        elif step == "optimizer":
+            return _OPTIMIZER
+        at = self._stack[-1] if self._stack else _MODEL if node is None else self._of(node)
+        return at.module, at.record, step
+
     def _now(self) -> CodePosition:
         if self._stack:
             return self._stack[-1]
         node = current_autograd_node()
-        if node is None:
-            return _MODEL
+        return _MODEL if node is None else self._of(node)
+
+    def _of(self, node: Any) -> CodePosition:
         number = sequence_number(node)
         if number == _NO_SEQUENCE:
             return self._owners.get(id(getattr(node, "variable", None)), _MODEL)
@@ -212,12 +231,14 @@ class StepPlaces:
         wrappers: path of a module -> the step of each wrapper of its forward, innermost first; ``""`` for none.
         modules: path of a module that a step added -> the step.
         inlined: path of a module and hook of a step that a graph may hold -> the step.
+        replaced: a module that a step took out of the model, while it lives -> its former path.
     """
 
     hooks: Mapping[tuple[str, str, int], str]
     wrappers: Mapping[str, tuple[str, ...]]
     modules: Mapping[str, str]
     inlined: Mapping[tuple[str, Any], str]
+    replaced: WeakIdKeyDictionary
 
     @classmethod
     def of(cls, model: nn.Module, entries: Iterable[tuple[Record, journal.JournalEntry]]) -> StepPlaces:
@@ -253,7 +274,11 @@ class StepPlaces:
             forward = module.__dict__.get("forward")
             if isinstance(forward, forwards.ModuleForward):
                 wrappers[path] = tuple(step(wrapper, path) for wrapper in forward.wrappers)
-        return cls(hooks, wrappers, _added_modules(model, entries), inlined)
+        replaced, present = WeakIdKeyDictionary(), set(map(id, model.modules()))
+        for _, entry in entries:
+            if isinstance(entry, journal.ReplaceModule) and id(entry.old) not in present:
+                replaced[entry.old] = entry.path
+        return cls(hooks, wrappers, _added_modules(model, entries), inlined, replaced)
 
     def attribute(self, model: nn.Module, position: PositionTracker) -> None:
         """Exchange the hooks and wrappers of a model for ones that report their step to the tracker of the model.
@@ -374,6 +399,10 @@ def _reported(position: PositionTracker, at: CodePosition, forward: Forward) -> 
     return run
 
 
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
 @dataclass(frozen=True, eq=False)
 class _Hook:
     """A hook that reports its step; equal to the original hook, for recorded graphs."""
@@ -391,6 +420,9 @@ class _Hook:
 
     def __hash__(self) -> int:
         return hash(self.function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.function,)  # a copy of the model has the hook itself
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording():  # nodes of a graph are not calls of the model

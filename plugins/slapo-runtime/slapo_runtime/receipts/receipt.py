@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.effects import Calls, Casts, Collective, Compiled, Effect, NeverAllocates, Recomputes, Replays
+from slapo_core.errors import ApplyError, PathError, SlapoError
 from slapo_core.internals import Internals, forwards, hooks_of
 from slapo_core.primitive import Record
 from slapo_runtime.receipts.watch import ModuleCalls
 
 if TYPE_CHECKING:
-    from slapo_core import Node, Schedule
-    from slapo_runtime.receipts.collectives import CollectiveCall
-    from slapo_runtime.receipts.watch import Observed
+    from slapo_core import Node, Plan, Schedule
+    from slapo_runtime.receipts.watch import Observed, Place
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Expectation:
         path: of the module that shows it.
         source: as of :class:`Finding`.
         location: as of :class:`Finding`.
-        cause: where the step is not in force any more, what is gone.
+        cause: where a hook or wrapper is not in force any more, which one.
         can_be_bypassed: whether gradients of the module's parameters come from its own forward, on this rank.
     """
 
@@ -67,42 +69,88 @@ class Expectation:
     can_be_bypassed: bool = False
 
 
-def expectations(schedule: Schedule) -> list[Expectation]:
+def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expectation]:
     """Ask each step that is in force for its effects.
 
     A step whose module a later one replaced is left out.
+
+    Args:
+        schedule: with all its steps in force, before a runtime takes the model over.
+        by_runtime: also steps that a runtime carries out, e.g. ``fully_shard`` (``Primitive.targets``); False for a run
+            of the scheduled model alone, as ``verify`` makes it.
     """
     internals, found = Internals(schedule), []
+    modules = dict(schedule.model.named_modules(remove_duplicate=False))
+    names = {id(module): path for path, module in schedule.model.named_modules()}  # of shared modules the first
     records = list(schedule.records)
     for number, record in enumerate(records):
         if any(_replaces(later, record.path) for later in records[number + 1 :]):
             continue
-        node = internals.node(record.path)
-        for effect in record.primitive.effects(node):
-            path = record.path if effect.at is None else effect.at
-            own = internals.node(path)
+        if record.primitive.targets is not None and not by_runtime:
+            continue
+        try:
+            node = internals.node(record.path)
+        except PathError:  # a later step took the module out
+            continue
+        for effect in _effects(record, node):
+            place = node.module if effect.at is None else modules.get(effect.at)
+            path = names.get(id(place), effect.at or record.path)
             found.append(
-                Expectation(record, effect, path, str(record), record.location, _gone(own), _computes_alone(own))
+                Expectation(record, effect, path, str(record), record.location, _gone(node), _computes_alone(node))
             )
     return found
 
 
 def _gone(node: Node) -> str:
-    """Say which hook or wrapper of a module's steps calls do not run; empty if none."""
+    """Say which hook or wrapper of a module's steps its calls do not run; empty if none."""
     module = node.module
     registered = [hook for hooks in hooks_of(module).values() for hook in hooks.values()]
     for _, hook in node.hooks:
         if hook not in registered:
-            return f"the module has no hook {type(hook).__name__ if not hasattr(hook, '__name__') else hook.__name__}"
+            return f"the module has no hook {getattr(hook, '__name__', type(hook).__name__)}"
     if node.wrappers and not isinstance(module.__dict__.get("forward"), forwards.ModuleForward):
         return "the module's forward is not the wrapped one"
     return ""
 
 
 def _computes_alone(node: Node) -> bool:
-    """Return whether no other module, and no other stage, holds the module's parameters."""
+    """Return whether no other module, and no other stage, uses the module's parameters."""
     is_staged = node.mesh is not None and "pp" in node.mesh and node.mesh.size("pp") > 1
     return not is_staged and all(len(node.ties(name)) == 1 for name in node.parameters)
+
+
+def _effects(record: Record, node: Node) -> list[Effect]:
+    """
+    Raises:
+        ApplyError: the primitive's ``effects`` raises, or yields something else; it names the distribution.
+    """
+    hint = "yield effects of slapo_core.effects, e.g. Collective('all_reduce', 'tp')"
+    try:
+        effects = list(record.primitive.effects(node))
+    except SlapoError:
+        raise
+    except Exception as error:
+        raise ApplyError(
+            f"effects() of {record} raised {type(error).__name__}: {error}",
+            path=record.path,
+            plugin=record.distribution,
+            hint=hint,
+        ) from error
+    for effect in effects:
+        if not isinstance(effect, Effect):
+            raise ApplyError(
+                f"effects() of {record} must yield effects (got {type(effect).__name__})",
+                path=record.path,
+                plugin=record.distribution,
+                hint=hint,
+            )
+    return effects
+
+
+def expectations_of_plan(plan: Plan) -> list[Expectation]:
+    """Return the effects of a dialect's own."""
+    source = f"target '{plan.target}'"
+    return [Expectation(None, effect, effect.at or "", source) for effect in plan.effects]
 
 
 def _replaces(later: Record, path: str) -> bool:
@@ -115,26 +163,30 @@ def _replaces(later: Record, path: str) -> bool:
 def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
     """Compare effects with a record.
 
-    A module that was not called in the record shows no effects, and its expectations are left out, unless its forward
-    ran all the same.
+    A module that was not called in the record shows no effects, and its expectations are left out, unless it computed
+    all the same.
     """
     findings = []
+    of_runtime: dict[tuple[str, str, str], list[tuple[Expectation, Collective]]] = {}
     for one in expected:
+        if one.step is None and isinstance(one.effect, Collective):
+            key = (one.source, one.effect.kind, one.effect.mesh_dim)
+            of_runtime.setdefault(key, []).append((one, one.effect))
+            continue
         calls = record.calls.get(one.path)
-        seen: Seen | None
-        if one.step is None or (calls is not None and calls.forward):
+        seen: Seen | None = None
+        if one.step is None or (calls is not None and calls.forward) or _fallbacks(record, one.path, here=True):
             seen = _compare(one.effect, one, calls or ModuleCalls(), record)
         elif isinstance(one.effect, Collective) and any(call.record == one.source for call in record.collectives):
             # The graph of a module above has its hooks, and calls of its own.
             seen = _compare(replace(one.effect, times=None), one, ModuleCalls(1, with_gradient=1), record)
         elif _is_bypassed(one, record):
-            seen = ("no call of the module, which computes", False, _BYPASSED)
-        else:
-            continue
-        if seen is not None and (seen[1] or not _is_hidden(one, record)):
+            seen = "no call of the module, which computes", False, _BYPASSED
+        if seen is not None:
             words, is_seen, cause = seen
             cause = cause if is_seen else cause or one.cause
             findings.append(Finding(one.source, one.location, str(one.effect), words, is_seen, cause))
+    findings += filter(None, (_exchange(several, record) for several in of_runtime.values()))
     return findings
 
 
@@ -143,14 +195,16 @@ _BYPASSED = "its forward ran past its hooks: call the module, not its forward, a
 
 def _is_bypassed(one: Expectation, record: Observed) -> bool:
     """Return whether a module computed without a call, and nothing of the step was seen."""
-    if not one.can_be_bypassed or not isinstance(one.effect, (Calls, Collective)) or _is_hidden(one, record):
+    effect = one.effect
+    if not one.can_be_bypassed or not isinstance(effect, (Calls, Collective)) or _runs_code(record, one.path):
         return False
     if any(place.record == one.source for place in record.operators):
         return False
-    if isinstance(one.effect, Collective):  # in a graph of a module above, whose calls are not told apart
-        seen = [call.module for call in record.collectives if not call.record and _is_same(call, one.effect)]
+    if isinstance(effect, Collective):  # in a graph of a module above, which does not tell its steps apart
+        kind = (effect.kind, effect.mesh_dim)
+        seen = [call.module for call in record.collectives if (call.kind, call.mesh_dim) == kind and not call.record]
     else:
-        seen = [each.place.module for each in record.happenings if each.name == one.effect.name]
+        seen = [each.place.module for each in record.happenings if each.name == effect.name]
     if any(_below(module, one.path) for module in seen):
         return False
     has_gradient = any(  # of a parameter of its own
@@ -161,16 +215,65 @@ def _is_bypassed(one: Expectation, record: Observed) -> bool:
     )
 
 
-def _is_hidden(one: Expectation, record: Observed) -> bool:
-    """Return whether the step's code is a part of compiled code, in which steps are not told apart."""
-    if one.step is None or not isinstance(one.effect, (Calls, Collective)):
-        return False
-    is_whole = isinstance(one.effect, Collective) or one.effect.per == "backward"
-    return any(_below(path, one.path) and (is_whole or path != one.path) for path in record.compiled)
+def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -> Finding | None:
+    """Compare the effects of a runtime on one kind of collectives over one mesh dimension, in all modules together.
+
+    A runtime may start a collective of one module in the call of another. Counts hold where each of the modules was
+    called as often as the model; else there is at least one collective.
+
+    Returns:
+        None if none of the modules was called.
+    """
+    first, effect = several[0]
+    calls = {one.path: record.calls[one.path].forward for one, _ in several if one.path in record.calls}
+    shown = [one for one in several if one[1].at is None or calls.get(one[0].path)]
+    if not shown:
+        return None
+    made = [
+        call
+        for call in record.collectives.elements()
+        if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim) and call.dtype not in _COUNTS
+    ]
+    what, cause = f"{effect.kind} over '{effect.mesh_dim}'", ""
+    types = Counter(call.dtype for call in made)
+    dtypes = {one.dtype for _, one in shown}
+    if effect.bytes is not None:
+        wanted, seen = effect.bytes * record.steps, sum(call.bytes for call in made if call.in_passes)
+        expected, words, is_seen = f"{wanted:,} bytes of {what}", f"{seen:,} bytes", seen == wanted
+    elif all(one.times is not None for _, one in shown) and len({calls[""], *calls.values()} - {0}) == 1:
+        counts: Counter[str | None] = Counter()
+        for one, each in shown:
+            counts[each.dtype] += _times(each, one.path, calls, record)
+        types = Counter(call.dtype for call in made if call.in_passes)
+        wanted, seen = sum(counts.values()), sum(types.values())
+        expected, words = f"{wanted} x {what}", str(seen)
+        is_seen = seen == wanted and (None in dtypes or all(types[str(each)] == counts[each] for each in counts))
+    else:
+        expected, words, is_seen = what, str(len(made)), bool(made)
+    known = sorted(filter(None, dtypes))
+    if known and None not in dtypes:
+        expected += f" in {' and '.join(known)}"
+        words += "".join(f", {count} in {dtype}" for dtype, count in sorted(types.items()))
+        if made and not types.keys() >= set(known):
+            is_seen, cause = False, "another type was communicated"
+    return Finding(first.source, first.location, expected, words, is_seen, cause)
 
 
-def _is_same(call: CollectiveCall, effect: Collective) -> bool:
-    return (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
+_COUNTS = ("bool", "uint8", "int32", "int64")
+"""Types of what runtimes exchange about tensors, beside the tensors."""
+
+
+def _times(effect: Collective, path: str, calls: Mapping[str, int], record: Observed) -> int:
+    """Return how often a collective of a module is made in the watched steps; only in its backward if there was one."""
+    if effect.per != "forward" and not _has_backward(record, path):
+        return 0
+    return (effect.times or 0) * (record.steps if effect.per == "step" else calls[path])
+
+
+def _has_backward(record: Observed, path: str) -> bool:
+    return any(
+        place.phase in ("backward", "recomputation") and _below(path, place.module) for place in record.operators
+    )
 
 
 Seen = tuple[str, bool, str]
@@ -183,43 +286,54 @@ def _compare(effect: Effect, one: Expectation, calls: ModuleCalls, record: Obser
     raise TypeError(f"unknown effect {type(effect).__name__}")
 
 
-def _counted(seen: int, times: int | None, calls: int, what: str, *, is_least: bool = False) -> Seen:
-    """Compare a count; of backward passes there may be fewer than calls, or more, and each has ``times``."""
+def _counted(seen: int, times: int | None, calls: int, what: str) -> Seen:
     wanted = None if times is None else times * calls
     is_seen = seen > 0 if wanted is None else seen == wanted
-    if is_least and times is not None:
-        is_seen = seen > 0 and seen % times == 0
     of = "" if wanted is None else f" of {wanted}"
     return f"{seen}{of} {what}", is_seen, ""
+
+
+def _runs_code(record: Observed, path: str) -> bool:
+    """Return whether compiled or captured code ran in the place of a module's Python, so that it shows less."""
+    return any(
+        each.event == "unseen" or (each.event in ("compiled", "replay") and not each.name)
+        for each in record.happenings
+        if _below(each.place.module, path)
+    )
 
 
 @_compare.register(Collective)
 def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     per_call = {"forward": calls.forward, "backward": calls.with_gradient, "step": record.steps}[effect.per]
-    if not per_call or (effect.per == "backward" and one.step is not None and not _ran_backward(one.path, record)):
+    if not per_call:
         return None
-    own = [
-        call
-        for call in record.collectives
+    own = {
+        call: count
+        for call, count in record.collectives.items()
         if call.kind == effect.kind
         and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
-        and (one.step is None or call.record == one.source)
-    ]
-    same = [call for call in own if call.mesh_dim == effect.mesh_dim]
-    what = f"{effect.kind} over '{effect.mesh_dim}'"
-    words, is_seen, cause = _counted(len(same), effect.times, per_call, what, is_least=effect.per == "backward")
+        and (call.record == one.source or (effect.at is not None and call.module == effect.at))
+    }
+    same = {call: count for call, count in own.items() if call.mesh_dim == effect.mesh_dim}
+    if not own and _runs_code(record, one.path):
+        return None
+    made = sum(same.values())
+    words, is_seen, cause = _counted(made, effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
+    if effect.per == "backward" and not is_seen:
+        if not made and not _has_backward(record, one.path):
+            return None  # no gradient came back to its output
+        is_seen = 0 < made <= (effect.times or 1) * per_call  # of several outputs some may have no gradient
     types = sorted({call.dtype for call in same})
     if effect.dtype is not None and same and types != [effect.dtype]:
         return f"{words} in {', '.join(types)}", False, "another type was communicated"
-    if one.step is not None and own and not same:
-        over = repr(own[0].mesh_dim) if own[0].mesh_dim else f"a group of {own[0].ranks} ranks"
-        cause = f"it ran over {over}"
+    if own and not same:
+        other = next(iter(own))
+        cause = f"it ran over {repr(other.mesh_dim) if other.mesh_dim else f'a group of {other.ranks} ranks'}"
     return words, is_seen, cause
 
 
-def _ran_backward(path: str, record: Observed) -> bool:
-    """Return whether the loss depends on the module: not on an output that nobody used."""
-    return any(place.phase == "backward" and _below(path, place.module) for place in record.operators)
+def _within(one: Expectation, place: Place) -> bool:
+    return place.phase == "forward" and _below(one.path, place.module)
 
 
 def _below(path: str, module: str) -> bool:
@@ -236,73 +350,104 @@ def _events(record: Observed, path: str, is_one: Callable[[Any], bool]) -> int:
 def _(effect: Calls, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     called = record.calls.get(effect.name)
     if called is not None:  # a module
-        return _counted(called.forward, effect.times, calls.forward, f"calls of {effect.name}")
-    is_backward = effect.per == "backward"
-    per_call = calls.with_gradient if is_backward else calls.forward
-    if is_backward and not (per_call and _ran_backward(one.path, record)):
+        words, is_seen, cause = _counted(called.forward, effect.times, calls.forward, f"calls of {effect.name}")
+        former = _fallbacks(record, one.path, here=True)
+        return words, is_seen and not former, f"{former[0]} runs" if former else cause
+    per_call = calls.forward if effect.per == "forward" else calls.with_gradient
+    if effect.per == "backward" and not (per_call and _has_backward(record, one.path)):
         return None
     seen = _events(
         record,
         one.path,
         lambda each: each.event == "call" and each.name == effect.name and each.place.phase == effect.per,
     )
-    fallbacks = [each for each in record.happenings if each.event == "fallback" and _below(one.path, each.place.module)]
-    words, is_seen, cause = _counted(
-        seen, effect.times, per_call, f"calls of {effect.name}", is_least=is_backward
-    )
+    fallbacks = _fallbacks(record, one.path)
+    if not seen and not fallbacks and _runs_code(record, one.path):
+        return None
+    words, is_seen, cause = _counted(seen, effect.times, per_call, f"calls of {effect.name}")
+    is_seen = is_seen or (effect.per == "backward" and 0 < seen <= (effect.times or 1) * per_call)
     if fallbacks:
-        return words, False, f"it ran its fallback: {fallbacks[0].name}"
+        return words, False, f"it ran its fallback: {fallbacks[0]}"
     return words, is_seen, cause
+
+
+def _fallbacks(record: Observed, path: str, *, here: bool = False) -> list[str]:
+    """Return the reasons of fallbacks at a module, or also below."""
+    return [
+        each.name
+        for each in record.happenings
+        if each.event == "fallback" and (each.place.module == path if here else _below(path, each.place.module))
+    ]
 
 
 @_compare.register(Recomputes)
 def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    if not calls.with_gradient and not calls.recomputed:
+    again = {each: count for each, count in record.happenings.items() if each.event == "recomputation"}
+    seen = sum(count for each, count in again.items() if each.name == one.path)
+    if not seen:  # a region
+        seen = sum(count for each, count in again.items() if not each.name and _below(one.path, each.place.module))
+    if not seen and _needs_no_gradient(calls, one.path, record):
         return None
-    events = _events(record, one.path, lambda each: each.event == "recomputation")
-    seen = max(calls.recomputed, events)
-    cause = "" if seen else "it ran without gradients, or its forward was not the wrapped one"
-    words, is_seen, _ = _counted(seen, effect.times, calls.forward, "recomputed forwards")
-    return words, is_seen, cause
+    cause = "" if seen else "it ran without gradients, or another forward runs"
+    return _counted(seen, None, calls.forward, "recomputed forwards")[:2] + (cause,)
+
+
+def _needs_no_gradient(calls: ModuleCalls, path: str, record: Observed) -> bool:
+    """Return whether no backward pass can have needed the activations of a module, or compiled code kept them."""
+    backward = [place.module for place in record.operators if place.phase == "backward"]
+    is_reached = any(_below(path, module) for module in backward)
+    is_frozen = not calls.differentiable and not any(_below(path, each) for each in record.trained)
+    return not backward or is_frozen or (calls.differentiable > 0 and not is_reached) or _runs_code(record, path)
 
 
 @_compare.register(Compiled)
 def _(effect: Compiled, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    runs = [each for each in record.happenings if each.event == "compiled" and _below(one.path, each.place.module)]
-    if not runs:
-        return "no compiled code", False, "torch.compile skipped the forward, or another wrapper runs instead"
+    here = [each for each in record.happenings if each.place.module == one.path]
+    runs = [each for each in here if each.event == "compiled"]
+    skipped = [each.name for each in here if each.event == "fallback"]
+    if skipped or not runs:
+        if not skipped and any(each.event == "unseen" for each in here):
+            return None
+        return "no compiled code", False, skipped[0] if skipped else "another forward runs"
     breaks = max(dict(each.facts).get("graph_breaks", 0) for each in runs)
-    return f"compiled code with {breaks or 'no'} graph breaks", breaks <= effect.graph_breaks, ""
+    is_whole = effect.graph_breaks is None or breaks <= effect.graph_breaks
+    return f"compiled code with {breaks or 'no'} graph breaks", is_whole, ""
 
 
 @_compare.register(Replays)
 def _(effect: Replays, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    seen = _events(record, one.path, lambda each: each.event == "replay")
-    return _counted(seen, effect.times, calls.forward, "replays of a CUDA graph")
+    here = {each: count for each, count in record.happenings.items() if each.place.module == one.path}
+    seen = sum(count for each, count in here.items() if each.event == "replay")
+    if not seen and any(each.event == "unseen" for each in here):
+        return None
+    words, is_seen, _ = _counted(seen, effect.times, calls.forward, "replays of a CUDA graph")
+    return words, is_seen, next((each.name for each in here if each.event == "fallback"), "")
 
 
 @_compare.register(Casts)
 def _(effect: Casts, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    seen = {
-        dtype
-        for place, types in record.products.items()
-        if _below(one.path, place.module) and place.phase == "forward"
-        for dtype in types
-    }
-    if effect.compute is None or not seen:
-        return None
-    return f"products in {', '.join(sorted(seen))}", seen == {effect.compute}, ""
+    words, is_seen = [], True
+    of_products = (types for place, types in record.products.items() if _within(one, place))
+    of_parameters = (types for path, types in record.parameters.items() if _below(one.path, path))
+    for what, wanted, found in (
+        ("parameters", effect.storage, of_parameters),
+        ("products", effect.compute, of_products),
+    ):
+        seen = {dtype for types in found for dtype in types if wanted is not None}
+        if seen:
+            words.append(f"{what} in {', '.join(sorted(seen))}")
+            is_seen = is_seen and seen == {wanted}
+    return (" and ".join(words), is_seen, "") if words else None
 
 
 @_compare.register(NeverAllocates)
 def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     large = [
         each
-        for place, each in record.largest.items()
-        if (place.record == one.source or _below(one.path, place.module))
-        and each.shape
-        and each.shape[-1] == effect.features
-        and each.bytes >= calls.rows * effect.features
+        for (place, features), each in record.largest.items()
+        if features == effect.features
+        and (place.record == one.source or _below(one.path, place.module))
+        and math.prod(each.shape) >= calls.rows * features
         and each.dtype in ("float64", "float32", "bfloat16", "float16")
     ]
     if not large:
@@ -312,16 +457,16 @@ def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Obse
 
 
 def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[Finding]:
-    """Yield collectives over the mesh that neither a step nor the runtime explains."""
-    known = {
-        (e.effect.kind, e.effect.mesh_dim) for e in expected if isinstance(e.effect, Collective) and e.step is None
-    }
+    """Yield collectives over the mesh in passes of the model that no step made.
+
+    A runtime's own mesh dimensions, those of its effects, are left out.
+    """
+    known = {one.effect.mesh_dim for one in expected if isinstance(one.effect, Collective) and one.step is None}
     found: dict[tuple[str, str, str], int] = {}
-    for call in record.collectives:
-        is_compiled = any(_below(path, call.module) for path in record.compiled)
-        if call.mesh_dim and not call.record and not is_compiled and (call.kind, call.mesh_dim) not in known:
+    for call, count in record.collectives.items():
+        if call.mesh_dim and call.in_passes and not call.record and call.mesh_dim not in known:
             key = (call.kind, call.mesh_dim, call.module)
-            found[key] = found.get(key, 0) + 1
+            found[key] = found.get(key, 0) + count
     for (kind, mesh_dim, module), count in found.items():
         seen_there = f"{count} {kind} over '{mesh_dim}' in '{module}'"
         yield Finding("", "", "no collective that neither a step nor the runtime makes", seen_there, False)
