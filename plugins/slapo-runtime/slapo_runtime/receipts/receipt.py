@@ -389,7 +389,7 @@ def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed
     if not seen and _needs_no_gradient(calls, one.path, record):
         return None
     cause = "" if seen else "it ran without gradients, or another forward runs"
-    return _counted(seen, None, calls.forward, "recomputed forwards")[:2] + (cause,)
+    return (*_counted(seen, None, calls.forward, "recomputed forwards")[:2], cause)
 
 
 def _needs_no_gradient(calls: ModuleCalls, path: str, record: Observed) -> bool:
