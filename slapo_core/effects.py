@@ -138,11 +138,13 @@ class NeverAllocates(Effect):
     """The absence of a large tensor from the step's own computation.
 
     Args:
-        features: elements of the last axis; a floating-point tensor with as many, for all rows of the module's input,
-            is one that should not exist.
+        features: elements of the last axis of the floating-point tensors that should not exist.
+        rows: the most rows that one may have; None: fewer than the module's input.
     """
 
     features: int
+    rows: int | None = None
 
     def __str__(self) -> str:
-        return f"no tensor of all rows with {self.features:,} features"
+        rows = "all rows" if self.rows is None else f"more than {self.rows:,} rows"
+        return f"no tensor of {rows} with {self.features:,} features"

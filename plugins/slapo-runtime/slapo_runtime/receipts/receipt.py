@@ -446,8 +446,8 @@ def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Obse
         each
         for (place, features), each in record.largest.items()
         if features == effect.features
-        and (place.record == one.source or _below(one.path, place.module))
-        and math.prod(each.shape) >= calls.rows * features
+        and _below(one.path, place.module)
+        and math.prod(each.shape) > (calls.rows - 1 if effect.rows is None else effect.rows) * features
         and each.dtype in ("float64", "float32", "bfloat16", "float16")
     ]
     if not large:
