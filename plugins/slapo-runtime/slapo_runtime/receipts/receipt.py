@@ -287,7 +287,8 @@ def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed
     if not seen and _needs_no_gradient(calls, one.path, record):
         return None
     cause = "" if seen else "it ran without gradients, or another forward runs"
-    return _counted(seen, None, calls.forward, "recomputed forwards")[:2] + (cause,)
+    words, is_seen, _ = _counted(seen, None, calls.forward, "recomputed forwards")
+    return words, is_seen, cause
 
 
 def _needs_no_gradient(calls: ModuleCalls, path: str, record: Observed) -> bool:

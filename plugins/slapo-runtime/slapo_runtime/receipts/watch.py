@@ -274,7 +274,7 @@ def _rank(schedule: Schedule) -> int:
         return 0
     import torch.distributed as dist
 
-    return dist.get_rank()
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 _PRODUCTS = frozenset(
