@@ -390,6 +390,10 @@ def _reported(position: PositionTracker, at: CodePosition, forward: Forward) -> 
     return run
 
 
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
 @dataclass(frozen=True, eq=False)
 class _Hook:
     """A hook that reports its step; equal to the original hook, for recorded graphs."""
@@ -407,6 +411,9 @@ class _Hook:
 
     def __hash__(self) -> int:
         return hash(self.function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.function,)  # a copy of the model has the hook itself
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording():  # nodes of a graph are not calls of the model

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.effects import Calls, Casts, Collective, Compiled, Effect, NeverAllocates, Recomputes, Replays
+from slapo_core.errors import ApplyError, PathError, SlapoError
 from slapo_core.internals import Internals
 from slapo_core.primitive import Record
 from slapo_runtime.receipts.watch import ModuleCalls
 
 if TYPE_CHECKING:
-    from slapo_core import Plan, Schedule
+    from slapo_core import Node, Plan, Schedule
     from slapo_runtime.receipts.watch import Observed, Place
 
 
@@ -75,17 +76,51 @@ def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expect
             of the scheduled model alone, as ``verify`` makes it.
     """
     internals, found = Internals(schedule), []
+    modules = dict(schedule.model.named_modules(remove_duplicate=False))
+    names = {id(module): path for path, module in schedule.model.named_modules()}  # of shared modules the first
     records = list(schedule.records)
     for number, record in enumerate(records):
         if any(_replaces(later, record.path) for later in records[number + 1 :]):
             continue
         if record.primitive.targets is not None and not by_runtime:
             continue
-        node = internals.node(record.path)
-        for effect in record.primitive.effects(node):
-            path = record.path if effect.at is None else effect.at
+        try:
+            node = internals.node(record.path)
+        except PathError:  # a later step took the module out
+            continue
+        for effect in _effects(record, node):
+            place = node.module if effect.at is None else modules.get(effect.at)
+            path = names.get(id(place), effect.at or record.path)
             found.append(Expectation(record, effect, path, str(record), record.location))
     return found
+
+
+def _effects(record: Record, node: Node) -> list[Effect]:
+    """
+    Raises:
+        ApplyError: the primitive's ``effects`` raises, or yields something else; it names the distribution.
+    """
+    hint = "yield effects of slapo_core.effects, e.g. Collective('all_reduce', 'tp')"
+    try:
+        effects = list(record.primitive.effects(node))
+    except SlapoError:
+        raise
+    except Exception as error:
+        raise ApplyError(
+            f"effects() of {record} raised {type(error).__name__}: {error}",
+            path=record.path,
+            plugin=record.distribution,
+            hint=hint,
+        ) from error
+    for effect in effects:
+        if not isinstance(effect, Effect):
+            raise ApplyError(
+                f"effects() of {record} must yield effects (got {type(effect).__name__})",
+                path=record.path,
+                plugin=record.distribution,
+                hint=hint,
+            )
+    return effects
 
 
 def expectations_of_plan(plan: Plan) -> list[Expectation]:
@@ -178,12 +213,15 @@ _COUNTS = ("bool", "uint8", "int32", "int64")
 
 def _times(effect: Collective, path: str, calls: Mapping[str, int], record: Observed) -> int:
     """Return how often a collective of a module is made in the watched steps; only in its backward if there was one."""
-    has_backward = any(
-        place.phase in ("backward", "recomputation") and _below(path, place.module) for place in record.operators
-    )
-    if effect.per != "forward" and not has_backward:
+    if effect.per != "forward" and not _has_backward(record, path):
         return 0
     return (effect.times or 0) * (record.steps if effect.per == "step" else calls[path])
+
+
+def _has_backward(record: Observed, path: str) -> bool:
+    return any(
+        place.phase in ("backward", "recomputation") and _below(path, place.module) for place in record.operators
+    )
 
 
 Seen = tuple[str, bool, str]
@@ -226,8 +264,12 @@ def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed
     }
     if not same and _runs_code(record, one.path):
         return None
-    what = f"{effect.kind} over '{effect.mesh_dim}'"
-    words, is_seen, cause = _counted(sum(same.values()), effect.times, per_call, what)
+    made = sum(same.values())
+    words, is_seen, cause = _counted(made, effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
+    if effect.per == "backward" and not is_seen:
+        if not made and not _has_backward(record, one.path):
+            return None  # no gradient came back to its output
+        is_seen = 0 < made <= (effect.times or 1) * per_call  # of several outputs some may have no gradient
     types = sorted({call.dtype for call in same})
     if effect.dtype is not None and same and types != [effect.dtype]:
         return f"{words} in {', '.join(types)}", False, "another type was communicated"
@@ -295,7 +337,8 @@ def _needs_no_gradient(calls: ModuleCalls, path: str, record: Observed) -> bool:
     """Return whether no backward pass can have needed the activations of a module, or compiled code kept them."""
     backward = [place.module for place in record.operators if place.phase == "backward"]
     is_reached = any(_below(path, module) for module in backward)
-    return not backward or (calls.with_gradient > 0 and not is_reached) or _runs_code(record, path)
+    is_frozen = not calls.differentiable and not any(_below(path, each) for each in record.trained)
+    return not backward or is_frozen or (calls.differentiable > 0 and not is_reached) or _runs_code(record, path)
 
 
 @_compare.register(Compiled)

@@ -86,6 +86,7 @@ class ModuleCalls:
         forward: those of forward passes.
         recomputed: those within backward passes.
         with_gradient: of those of forward passes, the ones with an input that requires a gradient.
+        differentiable: likewise, with an output that requires a gradient.
         rows: the most rows, of all axes but the last, of an input.
         inputs: types of floating-point inputs of forward passes, e.g. ``"bfloat16"``.
         outputs: likewise of outputs.
@@ -94,6 +95,7 @@ class ModuleCalls:
     forward: int = 0
     recomputed: int = 0
     with_gradient: int = 0
+    differentiable: int = 0
     rows: int = 0
     inputs: set[str] = field(default_factory=set)
     outputs: set[str] = field(default_factory=set)
@@ -112,6 +114,7 @@ class Observed:
         products: types of matrix products, for each place.
         largest: the largest result for each place, of those with one number of elements along the last axis.
         parameters: types of the parameters of a module itself, by its path, after the steps.
+        trained: paths of modules with trained parameters of their own.
     """
 
     steps: int = 0
@@ -122,6 +125,7 @@ class Observed:
     products: dict[Place, Counter[str]] = field(default_factory=dict)
     largest: dict[tuple[Place, int], Allocation] = field(default_factory=dict)
     parameters: dict[str, set[str]] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
 
 
 class Watch:
@@ -216,7 +220,9 @@ class Watch:
                     seen.inputs.add(dtype_name(each.dtype))
             seen.with_gradient += requires_grad and torch.is_grad_enabled()
             output = run(module, *args, **kwargs)
-            seen.outputs.update(dtype_name(each.dtype) for each in _tensors(output) if each.dtype.is_floating_point)
+            outputs = list(_tensors(output))
+            seen.differentiable += any(each.requires_grad for each in outputs)
+            seen.outputs.update(dtype_name(each.dtype) for each in outputs if each.dtype.is_floating_point)
             return output
 
         return module_calls_through(count)
@@ -227,9 +233,11 @@ class Watch:
 
     def _note_parameters(self) -> None:
         for path, module in self._modules:
-            types = {dtype_name(each.dtype) for each in parameters_of(module).values() if each is not None}
-            if types:
-                self.record.parameters[path] = types
+            own = [each for each in parameters_of(module).values() if each is not None]
+            if own:
+                self.record.parameters[path] = {dtype_name(each.dtype) for each in own}
+            if any(each.requires_grad for each in own):
+                self.record.trained.add(path)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
