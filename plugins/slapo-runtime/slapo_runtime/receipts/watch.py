@@ -227,6 +227,8 @@ class _Operations(TorchDispatchMode):
         groups: of the mesh.
     """
 
+    supports_higher_order_operators = True  # compiled code with dropout under checkpointing has some
+
     def __init__(self, record: Observed, position: PositionTracker, groups: MeshGroups) -> None:
         super().__init__()
         self._record, self._position, self._groups = record, position, groups
@@ -251,7 +253,7 @@ class _Operations(TorchDispatchMode):
                     CollectiveCall(kind, mesh_dim, ranks, size, place.module, place.phase, place.record, dtype)
                 )
         result = func(*args, **kwargs)
-        self._note(str(func.overloadpacket), place, result)
+        self._note(str(getattr(func, "overloadpacket", func)), place, result)
         return result
 
     def _note(self, operator: str, place: Place, result: Any) -> None:
