@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core import BuildContext
+    from slapo_core.effects import Effect
     from slapo_core.primitive import Violation
     from slapo_core.schedule.schedule import Schedule
 
@@ -58,12 +59,16 @@ class Plan:
         config: the options after defaults were filled in; the same on every rank, which ``build`` makes sure of.
         notes: names in ``config`` that are not options but explain them, e.g. ``("origins",)``: the
             arguments of ``build``, reasons. Ranks may differ in them.
+        effects: what a training step shows of the runtime's own work on this rank, e.g. the exchange of gradients;
+            ``build(..., receipts=True)`` and ``observe`` look for it. They are not printed, and ranks may differ in
+            them.
     """
 
     target: str
     steps: tuple[str, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    effects: tuple[Effect, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join([f"plan for target '{self.target}'", *(f"  {step}" for step in self.steps)])

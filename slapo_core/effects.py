@@ -24,7 +24,7 @@ class Effect:
     """A sign of a step in a training step; a subclass says which.
 
     Args:
-        at: path of the module that shows it; None: the module of the step.
+        at: path of the module that shows it, whoever makes it there, e.g. the runtime; None: the module of the step.
     """
 
     at: str | None = field(default=None, kw_only=True)
@@ -42,6 +42,7 @@ class Collective(Effect):
             in a backward pass only where an input of the module requires a gradient. ``"step"``: of a training step.
         times: how often; None: at least once.
         dtype: of the tensors, e.g. ``"bfloat16"``; None: any.
+        bytes: that this rank gives in a training step; None: any.
     """
 
     kind: str
@@ -49,11 +50,13 @@ class Collective(Effect):
     per: Phase = "forward"
     times: int | None = None
     dtype: str | None = None
+    bytes: int | None = None
 
     def __str__(self) -> str:
         count = "" if self.times is None else f"{self.times} x "
         of_type = "" if self.dtype is None else f" in {self.dtype}"
-        return f"{count}{self.kind} over '{self.mesh_dim}'{of_type} in each {self.per}"
+        size = "" if self.bytes is None else f" of {self.bytes:,} bytes"
+        return f"{count}{self.kind} over '{self.mesh_dim}'{of_type}{size} in each {self.per}"
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,16 @@ class Calls(Effect):
     Args:
         name: as :func:`slapo_core.observers.happened` gets it, or the path of a module.
         times: how often; None: at least once.
+        per: as of :class:`Collective`: ``"forward"`` or ``"backward"``.
     """
 
     name: str
     times: int | None = None
+    per: Phase = "forward"
 
     def __str__(self) -> str:
-        return f"{'calls' if self.times is None else f'{self.times} calls'} of {self.name}"
+        in_backward = "" if self.per == "forward" else f" in each {self.per}"
+        return f"{'calls' if self.times is None else f'{self.times} calls'} of {self.name}{in_backward}"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ __all__ = [
     "PreconditionError",
     "RankFailedError",
     "RankMismatchError",
+    "ReceiptError",
     "ReplayError",
     "ReplicaError",
     "SealedError",
@@ -350,6 +351,35 @@ class EstimateError(SlapoError):
 
 
 # -- processes ------------------------------------------------------------------------------------------------
+
+
+class ReceiptError(SlapoError):
+    """Effects of steps, or of the runtime, were missing in the first training step.
+
+    What to do: look at the step named first; ``observe(engine, batch)`` shows what a training step does.
+
+    Args:
+        record: the step, as in ``str(record)``, or ``"target 'torch'"``; empty for what nothing explains.
+        location: ``file:line`` of the step.
+        expected: in words.
+        seen: in words.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        record: str,
+        location: str,
+        expected: str,
+        seen: str,
+        **context: Unpack[_Context],
+    ) -> None:
+        self.record = record
+        self.location = location
+        self.expected = expected
+        self.seen = seen
+        super().__init__(message, **context)
 
 
 class LaunchError(SlapoError):

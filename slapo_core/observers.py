@@ -67,11 +67,23 @@ def run_from(origin: Origin | None, function: Callable[..., Any], *args: Any, **
 def attributed(attribute: Callable[..., Any]) -> Iterator[None]:
     """Let ``attribute(origin, function, *args, **kwargs)`` make the calls of `run_from` in a block."""
     global _attribute
-    before, _attribute = _attribute, attribute
+    before = _attribute
+    _attribute = attribute if before is None else functools.partial(_attribute_twice, attribute, before)
     try:
         yield
     finally:
         _attribute = before
+
+
+def _attribute_twice(
+    inner: Callable[..., Any],
+    outer: Callable[..., Any],
+    origin: Origin,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return inner(origin, functools.partial(outer, origin, function), *args, **kwargs)
 
 
 Event = Literal["call", "fallback", "compiled", "replay", "recomputation", "unseen"]
@@ -98,11 +110,17 @@ def happened(event: Event, name: str = "", **facts: Any) -> None:
 def watched(watch: Callable[..., None]) -> Iterator[None]:
     """Let ``watch(event, name, **facts)`` get the events of :func:`happened` in a block."""
     global _watch
-    before, _watch = _watch, watch
+    before = _watch
+    _watch = watch if before is None else functools.partial(_watch_twice, watch, before)
     try:
         yield
     finally:
         _watch = before
+
+
+def _watch_twice(inner: Callable[..., None], outer: Callable[..., None], event: Event, name: str, **facts: Any) -> None:
+    inner(event, name, **facts)
+    outer(event, name, **facts)
 
 
 def is_observed() -> bool:

@@ -95,6 +95,7 @@ ERRORS = {
     "PreconditionError",
     "RankFailedError",
     "RankMismatchError",
+    "ReceiptError",
     "ReplicaError",
     "ReplayError",
     "SealedError",

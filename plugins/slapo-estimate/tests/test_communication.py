@@ -16,13 +16,13 @@ from slapo_estimate.private import (
     FakeTensorMode,
     bucket_assignment,
     flop_formulas,
-    ranks_of_group,
 )
-from slapo_estimate.trackers import ObserverMode
+from slapo_estimate.trackers import CollectiveTracker, ObserverMode
 from slapo_estimate.values import KnownValues
+from slapo_runtime import private
 from slapo_runtime.launcher import run_process
 from slapo_runtime.receipts.attribution import PositionTracker
-from slapo_runtime.receipts.collectives import CollectiveTracker, MeshGroups, collective_operations, wait_operations
+from slapo_runtime.receipts.collectives import MeshGroups, collective_operations, wait_operations
 
 MESH = {"dp": 2, "cp": 2, "tp": 4}
 RANK = 6  # dp 0, cp 1, tp 2
@@ -94,7 +94,7 @@ def communicate() -> dict[str, list[tuple[str, str, int, int]]]:
         with mode, ObserverMode((tracker,), KnownValues(mode)):
             call()
         found[name] = [(one.kind, one.mesh_dim, one.ranks, one.bytes) for one in tracker.collectives]
-    found["ranks"] = [ranks_of_group(each) for each in (tp, tp.group_name, tp.boxed())]  # type: ignore[misc]
+    found["ranks"] = [private.ranks_of_group(each) for each in (tp, tp.group_name, tp.boxed())]  # type: ignore[misc]
     return found
 
 

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 import slapo_core as slapo
 from slapo_estimate.device import DeviceSpec, Link
-from slapo_estimate.private import FakeTensor, ranks_of_group
+from slapo_estimate.private import FakeTensor
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.private import ranks_of_group
 from tests.messages import Messages
 
 from .models import adam

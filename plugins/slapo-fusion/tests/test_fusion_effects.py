@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import slapo_core as slapo
 from slapo_core import Edit
@@ -339,3 +341,49 @@ def test_a_quantization_that_rounds_nothing_is_missing(plant: str, monkeypatch: 
     if plant == "no_rounding":
         sch.model[0].up.weight_fake_quantizer = None
     assert missing(sch) == records(sch, 1)
+
+
+class Watching(TorchFunctionMode):
+    """A mode as of ``verify``, which disables dropout."""
+
+    slapo_switches_dropout_off = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{**(kwargs or {}), **({"p": 0.0} if func is F.dropout else {})})
+
+
+class BrokenByDropout(nn.Module):
+    """A graph break and dropout: uncompiled while dropout is disabled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        print(end="")
+        return self.dropout(self.up(x))
+
+
+def test_compiled_code_runs_and_is_seen_while_verify_watches() -> None:
+    sch = feeds(AOT)
+    with Watching():
+        found = slapo.observe(sch, X)
+    assert not found.missing
+    assert [each.seen for each in found.findings] == ["compiled code with no graph breaks"] * 2
+    sch = slapo.create_schedule(nn.Sequential(BrokenByDropout()))
+    sch["0"].apply(AOT)
+    with Watching():
+        assert not slapo.observe(sch, X).findings  # nothing is concluded
+    assert len(slapo.observe(sch, X).findings) == 1
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_is_not_replayed_only_while_it_is_watched_is_no_alarm() -> None:
+    sch = activated()
+    sch["*"].apply(Cudagraphify(warmup=1))
+    with Watching():
+        assert not slapo.observe(sch, X).findings
+    with FlopCounterMode(display=False):
+        assert not slapo.observe(sch, X).findings
+    assert len(slapo.observe(sch, X).findings) == 2

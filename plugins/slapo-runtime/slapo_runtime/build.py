@@ -29,6 +29,7 @@ from slapo_runtime.context import BuildContext
 from slapo_runtime.correspondence import placement_facts, placement_of
 from slapo_runtime.ranks.consistency import SAME_SCRIPT, agree, synchronized_rng
 from slapo_runtime.ranks.world import World
+from slapo_runtime.receipts.engines import Built, check_first_step, note_built
 from slapo_runtime.replicas import divergence, replicas_of
 from slapo_runtime.stages import StagedModel, ask
 from slapo_runtime.weights.checkpoint_source import open_source
@@ -61,6 +62,7 @@ def build(
     loss_weight: Callable[[Any], Any] | None = None,
     no_decay: Sequence[str] | str = (),
     param_groups: Mapping[str, Mapping[str, Any]] | None = None,
+    receipts: bool = False,
     **config: Any,
 ) -> Engine:
     """Make an engine of a scheduled model; every rank of the mesh calls it.
@@ -97,6 +99,8 @@ def build(
             ``torch.optim`` takes in place of parameters, the same on every rank; it passes the list on as it is.
         param_groups: settings by pattern of reference names, e.g. ``{"lm_head.*": {"lr": 1e-5}}``. A parameter has the
             settings of all patterns that it matches by one of its names; for the same setting, the first one's.
+        receipts: whether the engine's first ``train_step`` is observed, and raises a ReceiptError, on each rank that
+            misses an effect of a step or of the target: what is in effect is then known. Later steps are as without it.
         config: options of the dialect.
 
     Raises:
@@ -131,7 +135,7 @@ def build(
     )
     try:
         with World(sch.mesh) as world:
-            engine: Engine = _Build(sch, arguments, world).run(target, config)
+            engine: Engine = _Build(sch, arguments, world).run(target, config, receipts=receipts)
             return engine
     except BaseException:
         Internals(sch).refresh_hooks()
@@ -174,7 +178,7 @@ class _Build:
     arguments: UserArguments
     world: World
 
-    def run(self, name: str, config: Mapping[str, Any], *, simulates: bool = False) -> Any:
+    def run(self, name: str, config: Mapping[str, Any], *, simulates: bool = False, receipts: bool = False) -> Any:
         """Return the engine, or, if it ``simulates``, the target's training step on fake tensors."""
         schedule, arguments, world = self.schedule, self.arguments, self.world
         with world.together(f"build(target='{name}')"):
@@ -189,6 +193,7 @@ class _Build:
             groups = arguments.groups(values.state)
         agree(world, schedule, arguments, plan, source, values.reference)
         stage_ranks = self._place(target, plan, values)
+        built = None if simulates else Built.before(schedule, plan)
         try:
             with synchronized_rng(world, schedule.mesh):
                 if not target.dialect.takes_tensors:
@@ -209,6 +214,10 @@ class _Build:
             raise
         values.keep()
         schedule.seal("build()", hands_over=True)
+        if built is not None:
+            note_built(engine, built)
+            if receipts:
+                check_first_step(engine, built)
         return engine
 
     def _place(self, target: BuildTarget, plan: Plan, values: Materialization) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ class VerifyArguments(TypedDict, total=False):
     blame_seconds: float | None
     timeout: float | None
     precision: str | None
+    effects: bool
 
 
 @overload
@@ -53,6 +54,7 @@ def verify(
     blame_seconds: float | None = 120.0,
     timeout: float | None = None,
     precision: str | None = None,
+    effects: bool = True,
 ) -> VerifyReport | tuple[VerifyReport, ...]:
     """Compare the scheduled model with the reference model, and name the steps that broke it.
 
@@ -103,13 +105,16 @@ def verify(
             the reference model took. For an abstract mesh, seconds for its processes; None: 120.
         precision: a preset of ``build(..., precision=)`` in which the model's own types are compared: ``"fp32"``,
             ``"bf16-mixed"`` or ``"fp16-mixed"``; None: under the caller's autocast, if any.
+        effects: whether each step's effects are looked for in the training run: collectives, calls, recomputation (see
+            :func:`slapo_core.observe`); types are not, because the models run in float64.
 
     Returns:
         the report: differences by kind, largest share of the tolerance, and notes; print it. For a list, one each.
 
     Raises:
-        VerifyError: they differ; the first tensor that does, the numbers, the tolerance and the steps are named. The
-            same on every rank. Of several schedules the first that differs, with the outcomes of the others.
+        VerifyError: they differ; the first tensor that does, the numbers, the tolerance and the steps are named. Or
+            they agree, and an effect of a step is missing. The same on every rank. Of several schedules the first, with
+            the outcomes of the others.
         RankMismatchError: ranks have other inputs, options, reference weights or steps.
         RankFailedError: a rank ended or left in the middle, e.g. by KeyboardInterrupt; it is named.
         ArgumentError: inputs are missing, or the reference model does not run on them, or its output depends on no
@@ -150,7 +155,9 @@ def verify(
         given = next((one.example_inputs for one in schedules if one.example_inputs is not None), None)
         given = example_inputs if example_inputs is not None else given
         further = tuple(Inputs.of(batch) for batch in more_batches)
-        options = VerifyOptions(rtol, atol, optimizer_steps, seed, more_batches=further, blame_seconds=blame_seconds)
+        options = VerifyOptions(
+            rtol, atol, optimizer_steps, seed, more_batches=further, blame_seconds=blame_seconds, effects=effects
+        )
         with _autocast(given, precision):
             reports = _verify_each(schedules, given, options, timeout)
     return reports if isinstance(sch, (list, tuple)) else reports[0]

@@ -19,6 +19,7 @@ from slapo_verify.inputs import Batches
 from slapo_verify.kinds import EARLY, KINDS, OWN_TYPES
 from slapo_verify.phases import Observation, Runner
 from slapo_verify.precision import is_inexact
+from slapo_verify.receipts import Receipts
 from slapo_verify.trials import ReferenceRun, ScheduleTrials
 
 
@@ -46,6 +47,7 @@ class BothModels:
     Args:
         trials: runs them.
         dtype: the type; None: the model's own types.
+        watches: whether effects are looked for, if the call asks for them.
 
     Attributes:
         reference: how the reference model ran.
@@ -60,13 +62,14 @@ class BothModels:
 
     reference: ReferenceRun
 
-    def __init__(self, trials: ScheduleTrials, dtype: torch.dtype | None) -> None:
+    def __init__(self, trials: ScheduleTrials, dtype: torch.dtype | None, *, watches: bool = True) -> None:
         self.trials, self.world, self.dtype = trials, trials.world, dtype
         self.records = trials.copies.schedule.records
         self.comparison = Comparison()
         self.notes: list[str] = []
         self.raised: Attempt[Any] | None = None
         self.raised_for = ""
+        self.receipts = Receipts(trials.copies.schedule) if trials.options.effects and watches else None
         self._phases: tuple[str, ...] = EARLY
         self._withheld = self._found = frozenset[str]()  # in the runs of now, and by the scheduled model
 
@@ -130,7 +133,10 @@ class BothModels:
 
     def _start(self) -> tuple[Runner, str | None] | None:
         """Run the first phases of the scheduled model, and compare its RNG stream."""
-        started = self.world.attempt(lambda: self.trials.start(self.trials.candidate, self.reference))
+        receipts = self.receipts
+        started = self.world.attempt(
+            lambda: self.trials.start(self.trials.candidate, self.reference, receipts=receipts)
+        )
         if started.failures:
             self.raised = started
             return None

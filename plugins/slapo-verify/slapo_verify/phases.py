@@ -8,6 +8,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,11 +221,15 @@ class Runner:
         model: the copy; submodules that are in evaluation mode within a model in training mode stay so.
         inputs: one batch, copied for every forward.
         conditions: the same for both models.
+
+    Attributes:
+        watch: makes of modules with their paths a block in which the training phase runs; None: nothing watches.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, conditions: Conditions) -> None:
         self.model, self.inputs, self.conditions = model, inputs, conditions
         self.caller = conditions.caller(model)
+        self.watch: Callable[[Sequence[tuple[str, nn.Module]]], AbstractContextManager[Any]] | None = None
         self._has_gradients, self._notes = False, list[str]()
         kept = model.training  # a model in evaluation mode has no training mode of its own to keep
         self._modes = [(module, module.training or not kept) for module in model.modules()]
@@ -252,7 +257,7 @@ class Runner:
 
     def _training(self) -> dict[str, Any]:
         dropout = DropoutMode(self.caller.paths)
-        output = self._forward_backward(dropout=dropout)
+        output = self._forward_backward(dropout=dropout, watch=self.watch)
         self._has_gradients, self._notes[:] = True, dropout.slapo_notes
         # After backward: recomputed activations may update buffers a second time.
         found = {"output": output, "buffer": self._buffers(), "gradient": self._gradients()}
@@ -329,7 +334,11 @@ class Runner:
         return _detached(output_leaves(output))
 
     def _forward_backward(
-        self, inputs: Inputs | Batch | None = None, *, dropout: DropoutMode | None = None
+        self,
+        inputs: Inputs | Batch | None = None,
+        *,
+        dropout: DropoutMode | None = None,
+        watch: Callable[[Sequence[tuple[str, nn.Module]]], AbstractContextManager[Any]] | None = None,
     ) -> dict[str, Any]:
         """Run forward and backward with fixed random cotangents; return the output.
 
@@ -337,7 +346,8 @@ class Runner:
         """
         seed, inputs, dropout = self.conditions.seed, inputs or self.inputs, dropout or DropoutMode()
         run = self.caller(inputs if isinstance(inputs, Batch) else inputs.batch(self.conditions.dtype))
-        with fixed_conditions(seed, dropout):
+        watched = contextlib.nullcontext() if watch is None else watch(self.caller.modules)
+        with fixed_conditions(seed, dropout), watched:
             output = self.conditions.adapt_output(run())
             dropout.in_backward = True
             leaves = list(output_leaves(output))

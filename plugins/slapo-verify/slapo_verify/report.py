@@ -34,6 +34,7 @@ class VerifyReport:
         largest: per kind, the tensor that came closest to the tolerance, over all ranks.
         not_compared: what could not be compared, and why.
         notes: comparisons that were left out or changed, and why.
+        effects: of steps that were seen, over all ranks; all that were expected. None: not looked for.
     """
 
     model: str
@@ -46,6 +47,7 @@ class VerifyReport:
     largest: tuple[Largest, ...]
     not_compared: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    effects: int | None = None
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} ranks" if self.world_size > 1 else "1 process"
@@ -63,6 +65,8 @@ class VerifyReport:
             elif entry.difference == 0:
                 seen = "bitwise equal"
             lines.append(f"  {KINDS[entry.kind].title:<{width}}  {entry.compared:>4} compared: {seen}")
+        if self.effects:
+            lines.append(f"  effects seen: {self.effects} of {self.effects}")
         lines += [f"  not compared: {text}" for text in self.not_compared]
         lines += [f"  note: {text}" for text in self.notes]
         return "\n".join(lines)

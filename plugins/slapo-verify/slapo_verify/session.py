@@ -33,6 +33,7 @@ from slapo_verify.trials import OtherRankError, ReferenceRun, ScheduleTrials, Tr
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_core.primitive import Record
+    from slapo_runtime.receipts.receipt import Finding
 
 _OF_TYPES = re.compile(r"half|b?float16|[bf]p?16|dtype", re.I)
 """In messages of operators and kernels that do not take a type."""
@@ -181,6 +182,7 @@ class Session:
         if not found.agrees:
             self._raise(reference, found, records)
         self._judge_beside_approximate_steps(reference)
+        effects = self._judge_effects(both)
         shared = self.world.gather(both.comparison)
         return VerifyReport(
             model=type(self.schedule.model).__name__,
@@ -193,6 +195,33 @@ class Session:
             largest=merge_largest([comparison.largest for comparison in shared]),
             not_compared=tuple(dict.fromkeys(text for comparison in shared for text in comparison.not_compared)),
             notes=(*self.notes, *both.notes),
+            effects=effects,
+        )
+
+    def _judge_effects(self, both: BothModels) -> int | None:
+        """Return the number of effects seen on all ranks; None where they are not looked for.
+
+        Raises:
+            VerifyError: one is missing; the first rank's.
+        """
+        if both.receipts is None:
+            return None
+        by_rank = self.world.gather(both.receipts.findings())
+        for rank, findings in enumerate(by_rank):
+            for one in findings:
+                if not one.is_seen:
+                    self._raise_missing(one, None if self.world.is_alone else rank, findings)
+        return sum(map(len, by_rank))
+
+    def _raise_missing(self, one: Finding, rank: int | None, findings: Sequence[Finding]) -> None:
+        others = sum(not each.is_seen for each in findings) - 1
+        more = f"\n  and {others} more are missing on this rank" if others else ""
+        where = "" if rank is None else f" on rank {rank}"
+        raise VerifyError(
+            f"numbers agree, but an effect is missing{where}: {one}{more}",
+            rank=rank,
+            steps=[one.source] if one.source else [],
+            hint=None if one.source else "make the collective by a step, or verify(sch, batch, effects=False)",
         )
 
     def _judge_with_other_values(self, dtype: torch.dtype | None) -> None:
@@ -202,7 +231,7 @@ class Session:
             return
         what = f"{len(drawn)} parameters that are constant or small, e.g. '{drawn[0]}', as random values"
         try:
-            both = BothModels(self.trials, dtype).run_early()
+            both = BothModels(self.trials, dtype, watches=False).run_early()
         except ReferenceRunError as error:
             self.notes.append(f"not compared with {what}: the reference model raises: {error.failure}")
             return

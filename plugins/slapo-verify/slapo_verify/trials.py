@@ -28,6 +28,7 @@ from slapo_verify.inputs import Inputs
 from slapo_verify.kinds import EARLY, ON_ONE_COPY, ORDER, OWN_TYPES
 from slapo_verify.phases import Conditions, Observation, Runner, Withheld, step_size
 from slapo_verify.precision import DtypeObserver, coarsest, own_dtype
+from slapo_verify.receipts import Receipts
 from slapo_verify.search import Failed, TrialOutcome
 from slapo_verify.stages import Staging
 
@@ -48,6 +49,7 @@ class VerifyOptions:
     blame_seconds: float | None = None
     timeout: float | None = None
     autocast: torch.dtype | None = None  # of the caller, for other processes
+    effects: bool = True
 
 
 @dataclass
@@ -233,11 +235,16 @@ class ScheduleTrials:
         return finished
 
     def start(
-        self, candidate: Candidate, reference: ReferenceRun, phases: Sequence[str] = EARLY
+        self,
+        candidate: Candidate,
+        reference: ReferenceRun,
+        phases: Sequence[str] = EARLY,
+        receipts: Receipts | None = None,
     ) -> tuple[Runner, Observation]:
         """Run the first phases; return the runner and their values."""
         model = candidate.make(reference.conditions.dtype)
         runner = Runner(model, self.inputs, self.conditions(candidate, reference, apart=True))
+        runner.watch = None if receipts is None else receipts.watching
         return runner, runner.run(phases)
 
     def late(

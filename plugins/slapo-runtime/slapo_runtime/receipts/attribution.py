@@ -40,6 +40,7 @@ class CodePosition(NamedTuple):
 
 
 _MODEL = CodePosition("")
+_OPTIMIZER = ("optimizer", "", "optimizer")
 
 
 class PositionTracker:
@@ -140,6 +141,11 @@ class PositionTracker:
         return self.step
 
     @property
+    def in_passes(self) -> bool:
+        """Whether a module or a backward pass runs; else a runtime between them."""
+        return bool(self._stack) or self.step == "backward" or current_autograd_node() is not None
+
+    @property
     def module(self) -> str:
         """Path of the module whose forward or backward runs; ``""`` for the model."""
         return "optimizer" if self.step == "optimizer" else self._now().module
@@ -149,12 +155,24 @@ class PositionTracker:
         """The step whose code runs, forward or backward, as in ``str(record)``; empty for none."""
         return "" if self.step == "optimizer" else self._now().record
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Return :attr:`module`, :attr:`record` and :attr:`phase` together."""
+        node, step = current_autograd_node(), self.step
+        if node is not None:
+            step = "recomputation" if torch.is_grad_enabled() else "backward"
+        elif step == "optimizer":
+            return _OPTIMIZER
+        at = self._stack[-1] if self._stack else _MODEL if node is None else self._of(node)
+        return at.module, at.record, step
+
     def _now(self) -> CodePosition:
         if self._stack:
             return self._stack[-1]
         node = current_autograd_node()
-        if node is None:
-            return _MODEL
+        return _MODEL if node is None else self._of(node)
+
+    def _of(self, node: Any) -> CodePosition:
         number = sequence_number(node)
         if number == _NO_SEQUENCE:
             return self._owners.get(id(getattr(node, "variable", None)), _MODEL)
@@ -231,6 +249,8 @@ class StepPlaces:
                     inlined.setdefault((record.path, entry.function), str(record))
             elif isinstance(entry, journal.WrapForward):
                 known.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
+                if is_inlined(entry.wrapper):
+                    inlined.setdefault((record.path, entry.wrapper), str(record))
 
         def step(function: Any, path: str) -> str:
             paths = known.get(id(function), {})
@@ -370,6 +390,10 @@ def _reported(position: PositionTracker, at: CodePosition, forward: Forward) -> 
     return run
 
 
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
 @dataclass(frozen=True, eq=False)
 class _Hook:
     """A hook that reports its step; equal to the original hook, for recorded graphs."""
@@ -387,6 +411,9 @@ class _Hook:
 
     def __hash__(self) -> int:
         return hash(self.function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.function,)  # a copy of the model has the hook itself
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording():  # nodes of a graph are not calls of the model

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.effects import Calls, Casts, Collective, Compiled, Effect, NeverAllocates, Recomputes, Replays
+from slapo_core.errors import ApplyError, PathError, SlapoError
 from slapo_core.internals import Internals
 from slapo_core.primitive import Record
 from slapo_runtime.receipts.watch import ModuleCalls
 
 if TYPE_CHECKING:
-    from slapo_core import Schedule
-    from slapo_runtime.receipts.watch import Observed
+    from slapo_core import Node, Plan, Schedule
+    from slapo_runtime.receipts.watch import Observed, Place
 
 
 @dataclass(frozen=True)
@@ -62,21 +65,68 @@ class Expectation:
     location: str = ""
 
 
-def expectations(schedule: Schedule) -> list[Expectation]:
+def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expectation]:
     """Ask each step that is in force for its effects.
 
     A step whose module a later one replaced is left out.
+
+    Args:
+        schedule: with all its steps in force, before a runtime takes the model over.
+        by_runtime: also steps that a runtime carries out, e.g. ``fully_shard`` (``Primitive.targets``); False for a run
+            of the scheduled model alone, as ``verify`` makes it.
     """
     internals, found = Internals(schedule), []
+    modules = dict(schedule.model.named_modules(remove_duplicate=False))
+    names = {id(module): path for path, module in schedule.model.named_modules()}  # of shared modules the first
     records = list(schedule.records)
     for number, record in enumerate(records):
         if any(_replaces(later, record.path) for later in records[number + 1 :]):
             continue
-        node = internals.node(record.path)
-        for effect in record.primitive.effects(node):
-            path = record.path if effect.at is None else effect.at
+        if record.primitive.targets is not None and not by_runtime:
+            continue
+        try:
+            node = internals.node(record.path)
+        except PathError:  # a later step took the module out
+            continue
+        for effect in _effects(record, node):
+            place = node.module if effect.at is None else modules.get(effect.at)
+            path = names.get(id(place), effect.at or record.path)
             found.append(Expectation(record, effect, path, str(record), record.location))
     return found
+
+
+def _effects(record: Record, node: Node) -> list[Effect]:
+    """
+    Raises:
+        ApplyError: the primitive's ``effects`` raises, or yields something else; it names the distribution.
+    """
+    hint = "yield effects of slapo_core.effects, e.g. Collective('all_reduce', 'tp')"
+    try:
+        effects = list(record.primitive.effects(node))
+    except SlapoError:
+        raise
+    except Exception as error:
+        raise ApplyError(
+            f"effects() of {record} raised {type(error).__name__}: {error}",
+            path=record.path,
+            plugin=record.distribution,
+            hint=hint,
+        ) from error
+    for effect in effects:
+        if not isinstance(effect, Effect):
+            raise ApplyError(
+                f"effects() of {record} must yield effects (got {type(effect).__name__})",
+                path=record.path,
+                plugin=record.distribution,
+                hint=hint,
+            )
+    return effects
+
+
+def expectations_of_plan(plan: Plan) -> list[Expectation]:
+    """Return the effects of a dialect's own."""
+    source = f"target '{plan.target}'"
+    return [Expectation(None, effect, effect.at or "", source) for effect in plan.effects]
 
 
 def _replaces(later: Record, path: str) -> bool:
@@ -92,15 +142,86 @@ def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
     A module that was not called in the record shows no effects, and its expectations are left out.
     """
     findings = []
+    of_runtime: dict[tuple[str, str, str], list[tuple[Expectation, Collective]]] = {}
     for one in expected:
+        if one.step is None and isinstance(one.effect, Collective):
+            key = (one.source, one.effect.kind, one.effect.mesh_dim)
+            of_runtime.setdefault(key, []).append((one, one.effect))
+            continue
         calls = record.calls.get(one.path)
-        if one.step is not None and (calls is None or not calls.forward) and not _fallbacks(record, one.path, here=True):
+        if (
+            one.step is not None
+            and (calls is None or not calls.forward)
+            and not _fallbacks(record, one.path, here=True)
+        ):
             continue
         seen = _compare(one.effect, one, calls or ModuleCalls(), record)
         if seen is not None:
             words, is_seen, cause = seen
             findings.append(Finding(one.source, one.location, str(one.effect), words, is_seen, cause))
+    findings += filter(None, (_exchange(several, record) for several in of_runtime.values()))
     return findings
+
+
+def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -> Finding | None:
+    """Compare the effects of a runtime on one kind of collectives over one mesh dimension, in all modules together.
+
+    A runtime may start a collective of one module in the call of another. Counts hold where each of the modules was
+    called as often as the model; else there is at least one collective.
+
+    Returns:
+        None if none of the modules was called.
+    """
+    first, effect = several[0]
+    calls = {one.path: record.calls[one.path].forward for one, _ in several if one.path in record.calls}
+    shown = [one for one in several if one[1].at is None or calls.get(one[0].path)]
+    if not shown:
+        return None
+    made = [
+        call
+        for call in record.collectives.elements()
+        if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim) and call.dtype not in _COUNTS
+    ]
+    what, cause = f"{effect.kind} over '{effect.mesh_dim}'", ""
+    types = Counter(call.dtype for call in made)
+    dtypes = {one.dtype for _, one in shown}
+    if effect.bytes is not None:
+        wanted, seen = effect.bytes * record.steps, sum(call.bytes for call in made if call.in_passes)
+        expected, words, is_seen = f"{wanted:,} bytes of {what}", f"{seen:,} bytes", seen == wanted
+    elif all(one.times is not None for _, one in shown) and len({calls[""], *calls.values()} - {0}) == 1:
+        counts: Counter[str | None] = Counter()
+        for one, each in shown:
+            counts[each.dtype] += _times(each, one.path, calls, record)
+        types = Counter(call.dtype for call in made if call.in_passes)
+        wanted, seen = sum(counts.values()), sum(types.values())
+        expected, words = f"{wanted} x {what}", str(seen)
+        is_seen = seen == wanted and (None in dtypes or all(types[str(each)] == counts[each] for each in counts))
+    else:
+        expected, words, is_seen = what, str(len(made)), bool(made)
+    known = sorted(filter(None, dtypes))
+    if known and None not in dtypes:
+        expected += f" in {' and '.join(known)}"
+        words += "".join(f", {count} in {dtype}" for dtype, count in sorted(types.items()))
+        if made and not types.keys() >= set(known):
+            is_seen, cause = False, "another type was communicated"
+    return Finding(first.source, first.location, expected, words, is_seen, cause)
+
+
+_COUNTS = ("bool", "uint8", "int32", "int64")
+"""Types of what runtimes exchange about tensors, beside the tensors."""
+
+
+def _times(effect: Collective, path: str, calls: Mapping[str, int], record: Observed) -> int:
+    """Return how often a collective of a module is made in the watched steps; only in its backward if there was one."""
+    if effect.per != "forward" and not _has_backward(record, path):
+        return 0
+    return (effect.times or 0) * (record.steps if effect.per == "step" else calls[path])
+
+
+def _has_backward(record: Observed, path: str) -> bool:
+    return any(
+        place.phase in ("backward", "recomputation") and _below(path, place.module) for place in record.operators
+    )
 
 
 Seen = tuple[str, bool, str]
@@ -134,20 +255,29 @@ def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed
     per_call = {"forward": calls.forward, "backward": calls.with_gradient, "step": record.steps}[effect.per]
     if not per_call:
         return None
-    same = [
-        call
-        for call in record.collectives
+    same = {
+        call: count
+        for call, count in record.collectives.items()
         if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
         and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
-        and (one.step is None or call.record == one.source)
-    ]
+        and (call.record == one.source or (effect.at is not None and call.module == effect.at))
+    }
     if not same and _runs_code(record, one.path):
         return None
-    words, is_seen, cause = _counted(len(same), effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
+    made = sum(same.values())
+    words, is_seen, cause = _counted(made, effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
+    if effect.per == "backward" and not is_seen:
+        if not made and not _has_backward(record, one.path):
+            return None  # no gradient came back to its output
+        is_seen = 0 < made <= (effect.times or 1) * per_call  # of several outputs some may have no gradient
     types = sorted({call.dtype for call in same})
     if effect.dtype is not None and same and types != [effect.dtype]:
         return f"{words} in {', '.join(types)}", False, "another type was communicated"
     return words, is_seen, cause
+
+
+def _within(one: Expectation, place: Place) -> bool:
+    return place.phase == "forward" and _below(one.path, place.module)
 
 
 def _below(path: str, module: str) -> bool:
@@ -186,8 +316,7 @@ def _fallbacks(record: Observed, path: str, *, here: bool = False) -> list[str]:
     return [
         each.name
         for each in record.happenings
-        if each.event == "fallback"
-        and (each.place.module == path if here else _below(path, each.place.module))
+        if each.event == "fallback" and (each.place.module == path if here else _below(path, each.place.module))
     ]
 
 
@@ -207,7 +336,8 @@ def _needs_no_gradient(calls: ModuleCalls, path: str, record: Observed) -> bool:
     """Return whether no backward pass can have needed the activations of a module, or compiled code kept them."""
     backward = [place.module for place in record.operators if place.phase == "backward"]
     is_reached = any(_below(path, module) for module in backward)
-    return not backward or (calls.with_gradient > 0 and not is_reached) or _runs_code(record, path)
+    is_frozen = not calls.differentiable and not any(_below(path, each) for each in record.trained)
+    return not backward or is_frozen or (calls.differentiable > 0 and not is_reached) or _runs_code(record, path)
 
 
 @_compare.register(Compiled)
@@ -236,26 +366,28 @@ def _(effect: Replays, one: Expectation, calls: ModuleCalls, record: Observed) -
 
 @_compare.register(Casts)
 def _(effect: Casts, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    seen = {
-        dtype
-        for place, types in record.products.items()
-        if _below(one.path, place.module) and place.phase == "forward"
-        for dtype in types
-    }
-    if effect.compute is None or not seen:
-        return None
-    return f"products in {', '.join(sorted(seen))}", seen == {effect.compute}, ""
+    words, is_seen = [], True
+    of_products = (types for place, types in record.products.items() if _within(one, place))
+    of_parameters = (types for path, types in record.parameters.items() if _below(one.path, path))
+    for what, wanted, found in (
+        ("parameters", effect.storage, of_parameters),
+        ("products", effect.compute, of_products),
+    ):
+        seen = {dtype for types in found for dtype in types if wanted is not None}
+        if seen:
+            words.append(f"{what} in {', '.join(sorted(seen))}")
+            is_seen = is_seen and seen == {wanted}
+    return (" and ".join(words), is_seen, "") if words else None
 
 
 @_compare.register(NeverAllocates)
 def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     large = [
         each
-        for place, each in record.largest.items()
-        if (place.record == one.source or _below(one.path, place.module))
-        and each.shape
-        and each.shape[-1] == effect.features
-        and each.bytes >= calls.rows * effect.features
+        for (place, features), each in record.largest.items()
+        if features == effect.features
+        and (place.record == one.source or _below(one.path, place.module))
+        and math.prod(each.shape) >= calls.rows * features
         and each.dtype in ("float64", "float32", "bfloat16", "float16")
     ]
     if not large:
@@ -265,15 +397,16 @@ def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Obse
 
 
 def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[Finding]:
-    """Yield collectives over the mesh that neither a step nor the runtime explains."""
-    known = {
-        (e.effect.kind, e.effect.mesh_dim) for e in expected if isinstance(e.effect, Collective) and e.step is None
-    }
+    """Yield collectives over the mesh in passes of the model that no step made.
+
+    A runtime's own mesh dimensions, those of its effects, are left out.
+    """
+    known = {one.effect.mesh_dim for one in expected if isinstance(one.effect, Collective) and one.step is None}
     found: dict[tuple[str, str, str], int] = {}
-    for call in record.collectives:
-        if call.mesh_dim and not call.record and (call.kind, call.mesh_dim) not in known:
+    for call, count in record.collectives.items():
+        if call.mesh_dim and call.in_passes and not call.record and call.mesh_dim not in known:
             key = (call.kind, call.mesh_dim, call.module)
-            found[key] = found.get(key, 0) + 1
+            found[key] = found.get(key, 0) + count
     for (kind, mesh_dim, module), count in found.items():
         seen_there = f"{count} {kind} over '{mesh_dim}' in '{module}'"
         yield Finding("", "", "no collective that neither a step nor the runtime makes", seen_there, False)
