@@ -329,6 +329,8 @@ class Operations(TorchDispatchMode):
         memory: observes operations that may allocate, too; None: nothing does.
     """
 
+    supports_higher_order_operators = True  # compiled code with dropout under checkpointing has some
+
     def __init__(
         self, record: Observed, position: PositionTracker, groups: MeshGroups, memory: MemoryTracker | None = None
     ) -> None:
