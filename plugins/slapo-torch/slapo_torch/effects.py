@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.effects import Collective
+from slapo_runtime.planning import at_modules, stage_messages
 from slapo_torch.data_options import data_ranks, gathered_units
 from slapo_torch.precision import ModelPrecision, dtype_name
 
@@ -30,10 +31,7 @@ def effects_of(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[Effec
     if mesh is None or mesh.is_abstract:
         return
     pp = mesh.size("pp")
-    if mesh.rank("pp") < pp - 1:
-        yield Collective("send", "pp", "step")
-    if mesh.rank("pp") > 0:
-        yield Collective("recv", "pp", "step")
+    yield from stage_messages(mesh)
     if data_ranks(mesh) == 1:
         return
     precision = ModelPrecision(schedule, options, torch.device("cpu"))
@@ -81,8 +79,7 @@ def _of_stages(schedule: Schedule, precision: ModelPrecision, kind: str) -> Iter
         name: one for name, one in schedule.model.named_parameters() if one.requires_grad or kind == "all_gather"
     }
     dtype = _only({read(precision, name, one) for name, one in held.items()})
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in held):
-        yield Collective(kind, "dp", "step", dtype=dtype, at=path)
+    yield from at_modules(Collective(kind, "dp", "step", dtype=dtype), held)
 
 
 def _of_units(schedule: Schedule, precision: ModelPrecision, options: Mapping[str, Any]) -> Iterator[Collective]:
