@@ -66,27 +66,24 @@ class Calls(Effect):
     Args:
         name: as :func:`slapo_core.observers.happened` gets it, or the path of a module.
         times: how often; None: at least once.
+        per: as of :class:`Collective`: ``"forward"`` or ``"backward"``.
     """
 
     name: str
     times: int | None = None
+    per: Phase = "forward"
 
     def __str__(self) -> str:
-        return f"{'calls' if self.times is None else f'{self.times} calls'} of {self.name}"
+        in_backward = "" if self.per == "forward" else f" in each {self.per}"
+        return f"{'calls' if self.times is None else f'{self.times} calls'} of {self.name}{in_backward}"
 
 
 @dataclass(frozen=True)
 class Recomputes(Effect):
-    """Forwards that the backward pass runs again, for each call of the module.
-
-    Args:
-        times: how often.
-    """
-
-    times: int = 1
+    """A forward of the module, or of a region of it, that the backward pass runs again."""
 
     def __str__(self) -> str:
-        return "a forward that backward recomputes" if self.times == 1 else f"{self.times} recomputed forwards"
+        return "a forward that backward recomputes"
 
 
 @dataclass(frozen=True)
@@ -94,13 +91,15 @@ class Compiled(Effect):
     """Compiled code in each call of the module.
 
     Args:
-        graph_breaks: the most that are allowed.
+        graph_breaks: the most that are allowed; None: any number.
     """
 
-    graph_breaks: int = 0
+    graph_breaks: int | None = 0
 
     def __str__(self) -> str:
-        return f"compiled code with {self.graph_breaks or 'no'} graph breaks"
+        if self.graph_breaks is None:
+            return "compiled code"
+        return f"compiled code with {f'at most {self.graph_breaks}' if self.graph_breaks else 'no'} graph breaks"
 
 
 @dataclass(frozen=True)

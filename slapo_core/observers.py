@@ -74,8 +74,9 @@ def attributed(attribute: Callable[..., Any]) -> Iterator[None]:
         _attribute = before
 
 
-Event = Literal["call", "fallback", "compiled", "replay", "recomputation"]
-"""An event of a step: a call of what it put in, its fallback, a run of compiled code, of a CUDA graph, again."""
+Event = Literal["call", "fallback", "compiled", "replay", "recomputation", "unseen"]
+"""An event of a step: a call of what it put in, its fallback, a run of compiled code, of a CUDA graph, again; or a run
+that differs because it is observed, and shows nothing."""
 
 _watch: Callable[..., None] | None = None
 
@@ -85,7 +86,8 @@ def happened(event: Event, name: str = "", **facts: Any) -> None:
 
     Args:
         event: its kind.
-        name: of the function that ran, as :class:`slapo_core.effects.Calls` names it; of a fallback, the reason.
+        name: of the function that ran, as :class:`slapo_core.effects.Calls` names it; of a fallback, the reason; of a
+            recomputation, the path of the module, or empty for a region; of compiled code, empty for a forward.
         facts: about it, e.g. ``graph_breaks=1``.
     """
     if _watch is not None:

@@ -182,6 +182,14 @@ class Selection(ABC):
             name: of the call, or of the new child; None: the name of ``new``.
         """
 
+    def effects(self, node: Node) -> Iterator[Effect]:
+        """Yield the calls of what :meth:`outline` or :meth:`replace` put in the place of each part.
+
+        Args:
+            node: where the primitive was applied; after all steps.
+        """
+        return iter(())
+
 
 class Selector(ABC):
     """Makes a :class:`Selection` of a user's argument, e.g. a pattern; needs no naming in a schedule.

@@ -125,7 +125,7 @@ def module_calls_through(call: Callable[..., Any], root: nn.Module | None = None
     def through(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread or not isinstance(module, nn.Module):
+            if torch.compiler.is_compiling() or threading.get_ident() != thread or not isinstance(module, nn.Module):
                 return run(module, *args, **kwargs)
             is_override, key = run is not plain, id(module)
             if key not in overriding:

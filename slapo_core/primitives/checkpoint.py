@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from slapo_core.observers import Forward
 from slapo_core.primitive import Equivalence, Primitive, Violation
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.node import Node
+
+if TYPE_CHECKING:
+    from slapo_core.effects import Effect
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,17 @@ class Checkpoint(Primitive):
         if "forward" not in node.module.__dict__ or not checkpoints(node):
             yield Violation("the module's forward is not wrapped")
 
+    def effects(self, node: Node) -> Iterator[Effect]:
+        from slapo_core.effects import Recomputes
+
+        if not any(parameter.requires_grad for parameter in node.module.parameters()):
+            return  # there may be nothing to recompute
+        if self.match is None:
+            yield Recomputes()
+            return
+        for effect in self.match.effects(node):
+            yield Recomputes(at=effect.at)
+
 
 def checkpoints(node: Node) -> bool:
     """Return whether a step put the entire forward of the module under activation checkpointing."""
@@ -154,7 +168,7 @@ class CheckpointedRegion:
             if not torch.compiler.is_compiling():
                 modules = [below for each in args if isinstance(each, nn.Module) for below in each.modules()]
                 state = ModuleState(list(dict.fromkeys(modules)), changing) if modules else None
-                call = Recomputation(path, state, args, {})
+                call = Recomputation(path, state, args, {}, is_region=True)
             return checkpoint(call, forward, None, args, {}, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
         return run

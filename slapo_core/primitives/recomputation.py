@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_core.errors import InputError
-from slapo_core.observers import Forward
+from slapo_core.observers import Forward, happened
 from slapo_core.private import MODULE_ATTRIBUTES, buffers_of, children_of, non_persistent_buffers_of, write_count
 
 _ATOMS = frozenset(
@@ -39,16 +39,25 @@ class Recomputation:
         state: the state of the module.
         args: of the forward.
         kwargs: of the forward.
+        is_region: whether the forward is a part of the module's, and other modules may share it.
 
     Raises:
         InputError: a key-value cache is among the inputs; at the recompute: an input was changed in place since the
             first run, or the first run was the first to change a tensor of the module in place.
     """
 
-    __slots__ = ("_changed", "_context", "_has_run", "_inputs", "_kept", "_path", "_state")
+    __slots__ = ("_changed", "_context", "_has_run", "_inputs", "_is_region", "_kept", "_path", "_state")
 
-    def __init__(self, path: str, state: ModuleState | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._path, self._has_run, self._changed = path, False, ""
+    def __init__(
+        self,
+        path: str,
+        state: ModuleState | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_region: bool = False,
+    ) -> None:
+        self._path, self._is_region, self._has_run, self._changed = path, is_region, False, ""
         self._context = contextvars.copy_context()
         tensors: list[Tensor] = []
         self._kept: dict[int | str, Any] = {}
@@ -77,6 +86,7 @@ class Recomputation:
 
     def _again(self, forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check(args, kwargs)
+        happened("recomputation", "" if self._is_region else self._path)
         if self._kept:
             kept = copied(self._kept, {})
             args = tuple([kept.get(position, value) for position, value in enumerate(args)])

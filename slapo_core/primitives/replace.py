@@ -15,6 +15,8 @@ from slapo_core.tree.node import Node
 if TYPE_CHECKING:
     from torch import nn
 
+    from slapo_core.effects import Effect
+
 
 @dataclass(frozen=True)
 class Replace(Primitive):
@@ -152,6 +154,14 @@ class Replace(Primitive):
 
         if self.match is None and isinstance(self.new_module, nn.Module) and node.module is not self.new_module:
             yield Violation("the module was not replaced")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        from slapo_core.effects import Calls
+
+        if self.match is None:
+            yield Calls(node.path)
+        else:
+            yield from self.match.effects(node)
 
     def _mismatches(self, node: Node, new: nn.Module) -> Iterator[Violation]:
         old = node.module

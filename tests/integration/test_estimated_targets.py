@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo_core as slapo
-from slapo_estimate.trackers import MemoryTracker
 from slapo_runtime.launcher import run_ranks
 from slapo_runtime.receipts.attribution import PositionTracker
+from slapo_runtime.receipts.memory import MemoryTracker
 from slapo_tune import Study
 from slapo_tune.errors import StudyError
 

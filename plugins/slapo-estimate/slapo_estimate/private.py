@@ -20,10 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
-from torch.utils._python_dispatch import (
-    TorchDispatchMode as TorchDispatchMode,
-    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import (
     tree_flatten as tree_flatten,
     tree_leaves as tree_leaves,
@@ -133,18 +130,6 @@ def replicated_through(make: Callable[[nn.Module, Any, Mapping[str, Any]], Calla
             yield
         finally:
             DistributedDataParallel.__init__, DistributedDataParallel.forward = own  # type: ignore[method-assign]
-
-
-@contextmanager
-def resizes_through(call: Callable[..., Any]) -> Iterator[None]:
-    """Route ``storage.resize_``, which is not an operation, through ``call(run, storage, size)``."""
-    with PATCHING:
-        run = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = lambda storage, size: call(run, storage, size)  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = run  # type: ignore[method-assign]
 
 
 def bucket_assignment(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:

@@ -10,51 +10,10 @@ import torch
 from torch import nn
 
 from slapo_runtime.receipts.collectives import CollectiveCall as CollectiveCall
+from slapo_runtime.receipts.memory import Memory as Memory
 
 if TYPE_CHECKING:
     from slapo_estimate.device import DeviceSpec
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of tensors on one rank's device at the peak of a step.
-
-    A caching allocator rounds each tensor up (CUDA's to 512 bytes) and keeps freed memory; libraries (cuBLAS, NCCL) and
-    the process need memory of their own: leave room for them.
-
-    Args:
-        parameters: parameters of the model.
-        buffers: buffers of the model.
-        gradients: gradients of the parameters.
-        optimizer: the optimizer's state.
-        activations: tensors kept by the forward pass for the backward pass, or still in use by the forward pass.
-        temporaries: tensors made by the backward pass, or within the optimizer's step.
-        inputs: the batch.
-        module: path of the module that ran; ``""`` for the model, ``"optimizer"`` for the optimizer's step.
-        phase: ``"forward"``, ``"backward"``, ``"recomputation"`` (of checkpointed modules) or ``"optimizer"``.
-    """
-
-    parameters: int = 0
-    buffers: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    temporaries: int = 0
-    inputs: int = 0
-    module: str = ""
-    phase: str = "forward"
-
-    @property
-    def total(self) -> int:
-        """The sum of all kinds, in bytes."""
-        return sum(self.by_kind().values())
-
-    def by_kind(self) -> dict[str, int]:
-        """Return the bytes of each kind."""
-        return {kind: getattr(self, kind) for kind in _KINDS}
-
-
-_KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs")
 
 
 @dataclass(frozen=True)

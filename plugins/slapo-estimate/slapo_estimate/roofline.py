@@ -9,13 +9,14 @@ import torch
 from slapo_core.errors import ArgumentError
 from slapo_estimate.private import schema_of, sparse_parts, tree_leaves
 from slapo_estimate.trackers import FlopTracker
-from slapo_runtime.receipts.collectives import CollectiveTracker, wait_operations
+from slapo_runtime.receipts.collectives import wait_operations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from slapo_estimate.device import DeviceSpec, Link
     from slapo_estimate.results import CollectiveCall
+    from slapo_estimate.trackers import CollectiveTracker
     from slapo_runtime.receipts.attribution import PositionTracker
 
 

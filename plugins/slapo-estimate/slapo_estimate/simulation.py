@@ -32,12 +32,13 @@ from slapo_estimate.private import (
 )
 from slapo_estimate.results import Assumptions, RankEstimate
 from slapo_estimate.roofline import TimeTracker
-from slapo_estimate.trackers import FlopTracker, MemoryTracker, OperationObserver
+from slapo_estimate.trackers import CollectiveTracker, FlopTracker, OperationObserver, refuse_layout
 from slapo_estimate.training_step import train
 from slapo_estimate.values import KnownValues, UnknownValueError, is_tracked
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.receipts.attribution import PositionTracker
-from slapo_runtime.receipts.collectives import CollectiveTracker, MeshGroups
+from slapo_runtime.receipts.collectives import MeshGroups
+from slapo_runtime.receipts.memory import MemoryTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -259,7 +260,7 @@ class Trackers:
         groups = MeshGroups(request.mesh or {}, request.rank)
         communication, flops = CollectiveTracker(position, groups), FlopTracker()
         time = None if request.device is None else TimeTracker(request.device, position, flops, communication)
-        trackers = cls(position, MemoryTracker(position), communication, flops, time)
+        trackers = cls(position, MemoryTracker(position, refuse_layout), communication, flops, time)
         if request.observer is not None:
             trackers.others.append(request.observer(schedule, trackers))
         return trackers

@@ -1,11 +1,9 @@
-"""Observers of the operations of a step: memory and floating-point operations."""
+"""Observers of the operations of a step: floating-point operations and collectives."""
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,17 +18,14 @@ from slapo_estimate.private import (
     FakeTensor,
     TorchDispatchMode,
     flop_formulas,
-    is_traceable_wrapper_subclass,
-    resizes_through,
-    storage_id,
     tree_leaves,
 )
-from slapo_estimate.results import Memory
-from slapo_runtime.receipts.collectives import wait_operations
+from slapo_runtime.receipts.collectives import CollectiveReader, wait_operations
 
 if TYPE_CHECKING:
     from slapo_estimate.values import KnownValues
     from slapo_runtime.receipts.attribution import PositionTracker
+    from slapo_runtime.receipts.collectives import CollectiveCall, MeshGroups
 
 Formula = Callable[..., int]
 """Arguments of an operation, and its result as ``out_val`` -> FLOPs; a multiply-add is two."""
@@ -146,141 +141,47 @@ _MISSING_FORMULAS: dict[Any, Formula] = {
 }
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-_KINDS = {
-    "forward": "activations",
-    "recomputation": "activations",
-    "backward": "temporaries",
-    "optimizer": "temporaries",
-}
+def refuse_layout(tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose size depends on its values."""
+    raise EstimateError(
+        f"the size of a tensor of layout {tensor.layout} is unknown without its values",
+        hint="use a strided tensor, e.g. nn.Embedding(..., sparse=False)",
+    )
 
 
-class _TrackedStorage:
-    """A storage: bytes, kind, and a weak reference that reports its end."""
-
-    __slots__ = ("kind", "reference", "size")
-
-    def __init__(self, kind: str, size: int) -> None:
-        self.kind, self.size = kind, size
-        self.reference: Any = None
-
-
-class MemoryTracker:
-    """Count the bytes of storages by kind, and keep the counts at the peak; an observer.
+class CollectiveTracker:
+    """List the collectives of a step; an observer.
 
     Args:
         position: module, step and phase of the running operation.
+        groups: the process groups of the mesh.
+
+    Attributes:
+        last: collectives of the last operation.
     """
 
-    def __init__(self, position: PositionTracker) -> None:
-        self._position = position
-        self._storages: dict[int, _TrackedStorage] = {}
-        self._held: dict[str, int] = {}
-        self._total = self._most = 0
-        self._peak = self._earlier = Memory()
+    def __init__(self, position: PositionTracker, groups: MeshGroups) -> None:
+        self._position, self._reader = position, CollectiveReader(groups)
+        self.last: Sequence[CollectiveCall] = ()
+        self._found: list[CollectiveCall] = []
 
     @property
-    def peak(self) -> Memory:
-        """The counts at the peak of all steps; of equal peaks the last one."""
-        return self._earlier if self._earlier.total > self._peak.total else self._peak
-
-    @property
-    def total(self) -> int:
-        """Bytes in use now."""
-        return self._total
+    def collectives(self) -> tuple[CollectiveCall, ...]:
+        """The collectives of the current step, in the order of their start."""
+        return tuple(self._found)
 
     def begin(self) -> None:
-        """Begin a training step with its own peak: the first step lacks the optimizer's state."""
-        self._earlier, self._peak, self._most = self.peak, Memory(), 0
-
-    def hold(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
-        """Count the storages of ``tensors`` as ``kind`` instead of their former kind."""
-        for tensor in tensors:
-            if tensor is not None:
-                for storage in _storages(tensor):
-                    held = self._storages.get(storage_id(storage))
-                    if held is None:
-                        self._add(storage, kind)
-                    elif held.kind != kind:
-                        self._held[held.kind] -= held.size
-                        held.kind = kind
-                        self._held[kind] = self._held.get(kind, 0) + held.size
-        self._look()
-
-    def forget_peak(self) -> None:
-        """Forget the peak so far: the construction of a runtime does not count."""
-        self._earlier, self._peak, self._most = Memory(), Memory(), 0
-
-    def reclassify_as_optimizer_state(self) -> None:
-        """Count live activations and temporaries as optimizer state: a runtime keeps them between steps."""
-        for held in self._storages.values():
-            if held.kind in ("activations", "temporaries"):
-                self._held[held.kind] -= held.size
-                held.kind = "optimizer"
-                self._held[held.kind] = self._held.get(held.kind, 0) + held.size
+        """Begin a training step."""
+        self._found.clear()
 
     def on_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Count storages that an operation allocated or resized."""
-        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                for storage in _storages(leaf):
-                    held = self._storages.get(storage_id(storage))
-                    if held is None:
-                        self._add(storage, _KINDS[self._position.phase])
-                    elif held.size != storage.nbytes():
-                        self._change(held, storage.nbytes())
-        self._look()
-
-    def watching(self) -> AbstractContextManager[None]:
-        """Track storages that are resized by their own method, which is not an operation."""
-
-        def noticed(run: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
-            result = run(storage, size)
-            held = self._storages.get(storage_id(storage))
-            if held is not None:
-                self._change(held, storage.nbytes())
-                self._look()
-            return result
-
-        return resizes_through(noticed)
-
-    def _look(self) -> None:
-        if self._total > self._most:
-            self._most = self._total
-            self._peak = Memory(**self._held, module=self._position.module, phase=self._position.phase)
-
-    def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key, held = storage_id(storage), _TrackedStorage(kind, storage.nbytes())
-        held.reference = weakref.ref(storage, lambda _: self._gone(key, held))
-        self._storages[key] = held
-        self._held[kind] = self._held.get(kind, 0) + held.size
-        self._total += held.size
-
-    def _change(self, held: _TrackedStorage, size: int) -> None:
-        self._held[held.kind] += size - held.size
-        self._total += size - held.size
-        held.size = size
-
-    def _gone(self, key: int, held: _TrackedStorage) -> None:
-        if self._storages.get(key) is held:  # another storage may have its address already
-            del self._storages[key]
-        self._change(held, 0)
-
-
-def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of a tensor, and of a wrapper subclass's inner tensors."""
-    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
-        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
-            if isinstance(part, torch.Tensor):  # a DTensor lists its mesh, too
-                yield from _storages(part)
-    elif tensor.layout is torch.strided:
-        if not tensor.is_meta:  # a runtime's placeholder
-            yield tensor.untyped_storage()
-    else:
-        raise EstimateError(
-            f"the size of a tensor of layout {tensor.layout} is unknown without its values",
-            hint="use a strided tensor, e.g. nn.Embedding(..., sparse=False)",
-        )
+        """List the collectives of an operation."""
+        if not self._reader.communicates(func):
+            self.last = ()
+            return
+        at = self._position
+        self.last = list(self._reader.read(func, args, kwargs, (at.module, at.record, at.step)))
+        self._found.extend(self.last)
 
 
 class OperationObserver(Protocol):

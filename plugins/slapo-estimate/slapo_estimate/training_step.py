@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_estimate.results import Assumptions
     from slapo_estimate.simulation import Request, Trackers
-    from slapo_estimate.trackers import MemoryTracker
+    from slapo_runtime.receipts.memory import MemoryTracker
 
 _KNOWN = {"bucket_cap_mb": None, "find_unused_parameters": False, "gradient_as_bucket_view": True}
 """Options of DistributedDataParallel that are followed; None for every value."""

@@ -17,12 +17,12 @@ from slapo_estimate.private import (
     bucket_assignment,
     flop_formulas,
 )
-from slapo_estimate.trackers import ObserverMode
+from slapo_estimate.trackers import CollectiveTracker, ObserverMode
 from slapo_estimate.values import KnownValues
 from slapo_runtime import private
 from slapo_runtime.launcher import run_process
 from slapo_runtime.receipts.attribution import PositionTracker
-from slapo_runtime.receipts.collectives import CollectiveTracker, MeshGroups, collective_operations, wait_operations
+from slapo_runtime.receipts.collectives import MeshGroups, collective_operations, wait_operations
 
 MESH = {"dp": 2, "cp": 2, "tp": 4}
 RANK = 6  # dp 0, cp 1, tp 2

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 import slapo_core as slapo
 from slapo_estimate.device import DeviceSpec, Link
 from slapo_estimate.private import FakeTensor
-from slapo_runtime import private
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.private import ranks_of_group
 from tests.messages import Messages
 
 from .models import adam
@@ -125,9 +125,7 @@ MESSAGES = {  # operator: kind, and the position of the tensor that a rank gives
 
 def ranks_of(func: Any, args: Any) -> list[int]:
     names = [argument.name for argument in func._schema.arguments]
-    return private.ranks_of_group(
-        args[next(names.index(each) for each in ("process_group", "group_name") if each in names)]
-    )
+    return ranks_of_group(args[next(names.index(each) for each in ("process_group", "group_name") if each in names)])
 
 
 class Watched(TorchDispatchMode):

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import slapo_core as slapo
 from slapo_estimate.private import FakeTensorMode
 from slapo_estimate.simulation import kinds_of_ranks
-from slapo_estimate.trackers import MemoryTracker, ObserverMode
+from slapo_estimate.trackers import ObserverMode, refuse_layout
 from slapo_estimate.values import KnownValues
 from slapo_runtime.receipts.attribution import PositionTracker
 from slapo_runtime.receipts.collectives import wait_operations
+from slapo_runtime.receipts.memory import MemoryTracker
 
 KIB = 1024
 
@@ -28,7 +29,7 @@ def tracked(model: nn.Module | None = None) -> Iterator[MemoryTracker]:
     """A tracker, under a mode without memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     position = PositionTracker.of(model or nn.Module())
-    tracker = MemoryTracker(position)
+    tracker = MemoryTracker(position, refuse_layout)
     tracker.position = position  # type: ignore[attr-defined]
     with mode, position.watching(), tracker.watching(), ObserverMode([tracker], KnownValues(mode)):
         yield tracker

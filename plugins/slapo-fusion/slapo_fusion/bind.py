@@ -9,7 +9,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_core import ApplyError, ArgumentError, Edit, Equivalence, Node, Primitive, TraceError, Violation
+from slapo_core import (
+    ApplyError,
+    ArgumentError,
+    Edit,
+    Effect,
+    Equivalence,
+    Node,
+    Primitive,
+    TraceError,
+    Violation,
+    effects,
+)
 from slapo_core.observers import goes_around
 from slapo_fusion.forwards import is_wrapped_by
 from slapo_fusion.kernels import (
@@ -138,6 +149,14 @@ class Bind(Primitive):
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if self.match is None and not is_wrapped_by(node, Bound):
             yield Violation("no kernel is bound to the module's forward")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        if self._missing(node) is not None:
+            return  # with fallback=True
+        if self.match is not None:
+            yield from self.match.effects(node)
+        else:
+            yield effects.Calls(self._kernel(node).name)
 
     @property
     def _call_name(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core import Edit, Effect, Equivalence, Node, Primitive, Violation, effects
 from slapo_fusion.compilers import Backend, Compiled, backend_problem
 from slapo_fusion.forwards import is_wrapped_by, missing_forward
 
@@ -85,6 +85,9 @@ class Compile(Primitive):
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not is_wrapped_by(node, Compiled):
             yield Violation("the module's forward is not compiled")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        yield effects.Compiled(graph_breaks=0 if self.fullgraph else None)
 
     @property
     def _backend(self) -> Backend:

@@ -8,6 +8,7 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from torch import Tensor, fx
 from slapo_core import ApplyError, ArgumentError
 from slapo_core.errors import warn_user
 from slapo_core.layout import fork_rng
-from slapo_core.observers import dropout_is_off
+from slapo_core.observers import dropout_is_off, happened, is_observed
 from slapo_fusion.cudagraphify import own_gradients
 from slapo_fusion.function_modes import (
     Watchable,
@@ -96,11 +97,12 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if not draws(graph):
-            return self._compile(graph, inputs)
+            return _counted(self._compile(graph, inputs))
         copied = fx.Graph()  # backends change what they are given
         copied.output(copied.graph_copy(graph.graph, {}))
         captured = fx.GraphModule(graph, copied)
-        return Watchable(captured, self._compile(graph, inputs), functools.partial(torch.compile, backend=self))
+        compiled = self._compile(graph, inputs)
+        return _counted(Watchable(captured, compiled, functools.partial(torch.compile, backend=self)))
 
     def _compile(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if self.backend == "inductor":
@@ -120,6 +122,39 @@ class Backend:
     def is_random(self) -> bool:
         """Return whether compiled code uses another RNG stream."""
         return self.backend == "inductor" and dict(self.options).get("fallback_random") is False
+
+
+@dataclass
+class _Runs:
+    """Runs of compiled graphs in one call.
+
+    Args:
+        count: their number.
+        is_unseen: whether the call ran uncompiled only because it is watched.
+    """
+
+    count: int = 0
+    is_unseen: bool = False
+
+
+_RUNS: ContextVar[_Runs | None] = ContextVar("the compiled graphs that an observed call runs", default=None)
+
+
+def _counted(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Count the runs of a compiled graph in observed calls; graphs within it are a part of it."""
+
+    def run(*args: Any) -> Any:
+        runs = _RUNS.get()
+        if runs is None:
+            return compiled(*args)
+        runs.count += 1
+        counting = _RUNS.set(None)
+        try:
+            return compiled(*args)
+        finally:
+            _RUNS.reset(counting)
+
+    return run
 
 
 def _with_own_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,6 +192,7 @@ class Compiled:
         where: for messages, e.g. ``"compile(...) at 'encoder.layer.0'"``.
         fullgraph: whether code that cannot be compiled is an error.
         dynamic: whether sizes are symbolic; None: sizes that change.
+        part: of a forward, for observers; empty: the entire forward.
     """
 
     slapo_goes_around = True
@@ -170,15 +206,35 @@ class Compiled:
         where: str,
         fullgraph: bool = False,
         dynamic: bool | None = None,
+        part: str = "",
     ) -> None:
         functools.update_wrapper(self, function, updated=())  # without the attributes of an object
         self.function, self.backend, self.where = function, backend, where
-        self.fullgraph, self.dynamic = fullgraph, dynamic
+        self.fullgraph, self.dynamic, self.part = fullgraph, dynamic, part
         self._compiled: dict[bool, Callable[..., Any]] = {}  # by whether a graph break is an error
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or is_fake():
             return self.function(*args, **kwargs)
+        return self._observed(args, kwargs) if is_observed() else self._called(args, kwargs)
+
+    def _observed(self, args: Any, kwargs: Any) -> Any:
+        """Call it, and report whether compiled code ran."""
+        runs = _Runs()
+        counting = _RUNS.set(runs)
+        try:
+            result = self._called(args, kwargs)
+        finally:
+            _RUNS.reset(counting)
+        if runs.count:
+            happened("compiled", self.part, graph_breaks=runs.count - 1)
+        elif runs.is_unseen:
+            happened("unseen", "it runs uncompiled while its dropout is switched off")
+        else:
+            happened("fallback", "torch.compile ran it as it is")
+        return result
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
         try:
             return self._watched(args, kwargs) if is_watched() else self._run(self.fullgraph, args, kwargs)
         except compile_errors() as error:
@@ -210,6 +266,8 @@ class Compiled:
                     _WITH_BREAKS.add(code)
         if drops(self.function, args, kwargs):
             if dropout_is_off():
+                if (runs := _RUNS.get()) is not None:
+                    runs.is_unseen = True
                 return self.function(*args, **kwargs)
             show_to_modes(self.function, args, kwargs)
         with modes_disabled(show=False):
@@ -217,7 +275,7 @@ class Compiled:
 
     def __reduce__(self) -> Any:
         options: dict[str, Any] = {"where": self.where, "fullgraph": self.fullgraph, "dynamic": self.dynamic}
-        return functools.partial(Compiled, **options), (self.function, self.backend)
+        return functools.partial(Compiled, **options, part=self.part), (self.function, self.backend)
 
 
 def _limited() -> contextlib.AbstractContextManager[Any]:
@@ -371,7 +429,7 @@ def _compiled(region: Region, backend: Backend) -> Compiled:
     problem = backend_problem(backend)
     if problem is not None:
         raise ArgumentError(problem[0], hint=problem[1])
-    return Compiled(region, backend, where=f"{backend.backend} of a region", fullgraph=True)
+    return Compiled(region, backend, where=f"{backend.backend} of a region", fullgraph=True, part="a region")
 
 
 class _Scripted:
@@ -383,6 +441,7 @@ class _Scripted:
 
     def __call__(self, *args: Any) -> Any:
         if top_saved_tensors_hooks(False) is not None:
+            happened("fallback", "TorchScript cannot run under activation checkpointing")
             warn_user(
                 "a region fused by TorchScript runs uncompiled under activation checkpointing: use compiler='inductor'",
             )

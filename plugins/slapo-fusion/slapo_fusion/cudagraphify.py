@@ -13,16 +13,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
+from slapo_core import ApplyError, Edit, Effect, Equivalence, Node, Primitive, Violation, effects
 from slapo_core.layout import fork_rng
-from slapo_core.observers import Forward
+from slapo_core.observers import Forward, happened
 from slapo_fusion.forwards import is_wrapped_by, missing_forward
-from slapo_fusion.function_modes import is_watched
+from slapo_fusion.function_modes import is_watched, sees_operations
 from slapo_fusion.private import (
     clone_all,
     has_backward_hooks,
     has_tensor_hooks,
-    number_of_dispatch_modes,
     tables_of,
     top_saved_tensors_hooks,
     tree_flatten,
@@ -160,6 +159,7 @@ class Captured:
     """
 
     slapo_goes_around = True
+    slapo_compiles = True
     device_type: ClassVar[str] = "cuda"
 
     def __init__(self, forward: Forward, *, path: str, warmup: int, most_shapes: int) -> None:
@@ -172,7 +172,8 @@ class Captured:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _CAPTURING.get():
             return self.forward(module, *args, **kwargs)
-        if number_of_dispatch_modes() or is_watched():
+        if is_watched() or sees_operations():
+            happened("unseen", "no graph is replayed under a mode that sees operations")
             return self.forward(module, *args, **kwargs)
         tensors: list[Tensor] = []
         try:
@@ -185,6 +186,7 @@ class Captured:
             ) from None
         on_device = [tensor.device.type == self.device_type for tensor in tensors]
         if not any(on_device):
+            happened("fallback", f"no argument is on a {self.device_type} device")
             return self.forward(module, *args, **kwargs)
         if not all(on_device):
             other = tensors[on_device.index(False)].device
@@ -209,7 +211,9 @@ class Captured:
             self._state = _State(module)
             key = self._key(signature, tensors, self._state)
             graph = self.graphs[key] = self._capture(module, signature, tensors)
-        return graph(tensors)
+        result = graph(tensors)
+        happened("replay")
+        return result
 
     def _key(self, signature: Any, tensors: list[Tensor], state: _State) -> Any:
         about = tuple([(each.shape, each.dtype, each.requires_grad, each.device) for each in tensors])
@@ -422,3 +426,7 @@ class Cudagraphify(Primitive):
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not is_wrapped_by(node, Captured):
             yield Violation("the module's forward is not captured")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        if any(parameter.device.type == Captured.device_type for parameter in node.module.parameters()):
+            yield effects.Replays()

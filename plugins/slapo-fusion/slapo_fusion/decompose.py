@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core import Edit, Effect, Equivalence, Node, Primitive, Violation
+from slapo_core.effects import Calls
 from slapo_core.internals import buffers_of, parameters_of
 from slapo_fusion.forwards import is_wrapped_by
 from slapo_fusion.kernels import Bound
@@ -156,3 +157,6 @@ class Decompose(Primitive):
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if type(node.module) not in KINDS.values():
             yield Violation("the module is not decomposed")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        yield Calls(node.path)

@@ -64,6 +64,11 @@ def is_fake() -> bool:
     return any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
 
 
+def sees_operations() -> bool:
+    """Return whether a dispatch mode is active that must see each operation, also those of compiled code."""
+    return number_of_dispatch_modes() > 0 and not all(mode.ignore_compile_internals() for mode in dispatch_modes())
+
+
 @contextlib.contextmanager
 def modes_disabled(*, show: bool = True) -> Iterator[None]:
     """Disable the active torch-function modes while the block runs.

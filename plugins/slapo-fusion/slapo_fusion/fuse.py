@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from slapo_core import ApplyError, Edit, Equivalence, Node, PluginError, Primitive, Violation
+from slapo_core import ApplyError, Edit, Effect, Equivalence, Node, PluginError, Primitive, Violation, effects
 from slapo_core.errors import warn_user
 from slapo_fusion.compilers import Compiled, Compiler, reason
 from slapo_fusion.function_modes import device_error, drops, innermost, is_fake, is_watched, modes_disabled
@@ -194,3 +194,9 @@ class Fuse(Primitive):
             edit.set_forward(
                 place, graph.with_region_called(place.module, matches, transform, name=self.name_ or "fused")
             )
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        for effect in self.match.effects(node):
+            yield effect
+            if self.compiler in ("inductor", "aot_eager"):
+                yield effects.Compiled(at=effect.at)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from slapo_core import ApplyError, ArgumentError
 from slapo_core.internals import SafeFakeTensorMode
+from slapo_core.observers import happened
 from slapo_fusion.function_modes import is_fake
 from slapo_fusion.private import (
     OPDEFS,
@@ -240,6 +241,11 @@ class Kernel:
     backward: str | Callable[..., Any] | None
     where: str
 
+    @property
+    def name(self) -> str:
+        """The name of the kernel, for observers."""
+        return self.kernel if isinstance(self.kernel, str) else getattr(self.kernel, "__qualname__", "a kernel")
+
     def load(self) -> Callable[..., Any]:
         """Return the function to call.
 
@@ -277,6 +283,7 @@ class Bound:
             return self.function(*args, **kwargs)
         inputs = self.inputs(*args, **kwargs)
         output = self._call(*inputs)
+        happened("call", self.kernel.name)
         if missing_gradient(inputs, output):
             raise ApplyError(
                 f"{self.kernel.where}: an input requires a gradient, and the kernel's output has none",

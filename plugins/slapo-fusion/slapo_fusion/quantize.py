@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core import Edit, Effect, Equivalence, Node, Primitive, Violation
+from slapo_core.effects import Calls
 from slapo_core.internals import parameters_of
 from slapo_graph.match import name_of
 
@@ -75,6 +76,13 @@ class Quantize(Primitive):
         left = _linears(node)
         if left:
             yield Violation(f"'{left[0].path}' is not quantized")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        rounding = [below for below in node.walk() if hasattr(below.module, "weight_fake_quantizer")]
+        for below in rounding:
+            yield Calls(f"{below.path}.weight_fake_quantizer", at=below.path)
+        if not rounding:
+            yield Calls("a quantized nn.Linear")
 
     def _violations(self, node: Node) -> Iterator[Violation]:
         where = name_of(node.path)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
+from slapo_core.effects import Calls
 from slapo_core.errors import ApplyError, ArgumentError, TraceError
 from slapo_core.internals import forwards
 from slapo_graph.example_calls import example_call
@@ -104,6 +106,21 @@ class TracedForward(RecordedForward):
         """Return the rewrites, oldest first."""
         before = self.beneath.rewrites if self.beneath is not None else ()
         return before if self.rewrite is None else (*before, self.rewrite)
+
+    def effects(self, patterns: Sequence[Any], node: Node) -> Iterator[Calls]:
+        """Yield the calls that rewrites of these patterns put into the graph.
+
+        Args:
+            patterns: of matches of a step.
+            node: of this graph.
+        """
+        names = [rewrite.action.name for rewrite in self.rewrites if rewrite.pattern in patterns]
+        if not names and not any(graph_of(below) for below in node.walk() if below.path != node.path):
+            yield Calls(self.shown("the replacement"), at=node.path)  # lost; or it is in a graph below
+        there = Counter(self.first.calls_of_steps() if self.first is not None else ())
+        for name in dict.fromkeys(names):
+            if there[name]:  # or a later step took the call into its region
+                yield Calls(self.shown(name), there[name], at=node.path)
 
     def with_region_called(
         self, module: nn.Module, matches: Sequence[Match], transform: Callable[[Region], Region], *, name: str

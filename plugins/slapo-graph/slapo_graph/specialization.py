@@ -285,6 +285,10 @@ class Specialization:
         switches = any(node.target is autocast_state.set_state for node in recorded.graph.nodes)
         self.has_regions = switches or self._sets_variables
 
+    def calls_of_steps(self) -> list[str]:
+        """Return the names of the calls that rewrites put into the graph; a run makes each of them."""
+        return [node.meta["step"] for node in self.recorded.graph.nodes if "step" in node.meta]
+
     def rewritten_alike(self, rewrite: Hashable, module: nn.Module) -> Specialization | None:
         """Return the rewritten specialization of an equal module, if known."""
         try:

@@ -12,7 +12,7 @@ from torch import nn
 
 from slapo_core.errors import GuardError, TraceError, warn_user
 from slapo_core.internals import forwards, module_index
-from slapo_core.observers import PATCHING, is_recording
+from slapo_core.observers import PATCHING, happened, is_observed, is_recording
 from slapo_graph import autocast_state
 from slapo_graph.arguments import MISSING, Parameters
 from slapo_graph.effects import observe
@@ -97,7 +97,7 @@ class RecordedForward(forwards.ReplacedForward):
             if signature is not None:
                 self._remember(module, variant, signature, self.parameters.arranging(module, len(args), tuple(kwargs)))
         try:
-            return variant.run(module, given)
+            result = variant.run(module, given)
         except GuardViolation as error:
             guard = variant.recorded.guards[error.index]
             raise GuardError(
@@ -107,6 +107,14 @@ class RecordedForward(forwards.ReplacedForward):
                 location=guard.location,
                 hint="the model branches there: call it as it was recorded, or trace only modules below this branch",
             ) from None
+        if signature is not None and is_observed():
+            for name in variant.calls_of_steps():
+                happened("call", self.shown(name))
+        return result
+
+    def shown(self, call: str) -> str:
+        """Return the name of a rewrite's call for observers."""
+        return f"{call} in {name_of(self.path)}"
 
     def _remember(self, module: nn.Module, variant: Specialization, signature: Any, arrange: Any) -> None:
         """Note the variant for calls of a signature, while the modules stay the same."""

@@ -12,15 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slapo_core.observers import PATCHING
 
 __all__ = [
+    "FakeTensor",
     "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
     "pytree",
     "tree_leaves",
     "tree_map_only",
@@ -165,6 +168,18 @@ def backwards_through(call: Callable[..., Any]) -> Iterator[None]:
             yield
         finally:
             torch.autograd.backward = run
+
+
+@contextmanager
+def resizes_through(call: Callable[..., Any]) -> Iterator[None]:
+    """Route ``storage.resize_``, which is not an operation, through ``call(run, storage, size)``."""
+    with PATCHING:
+        run = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = lambda storage, size: call(run, storage, size)  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = run  # type: ignore[method-assign]
 
 
 def current_autograd_node() -> Any:

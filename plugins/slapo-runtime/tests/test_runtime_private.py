@@ -212,3 +212,23 @@ def test_backward_passes_are_routed_through_a_function() -> None:
     assert seen == ["before", "after"]
     assert x.grad is not None
     assert x.grad.tolist() == [2, 2]
+
+
+def test_resizes_are_routed_through_a_function() -> None:
+    seen: list[Any] = []
+
+    def resized(run: Any, storage: torch.UntypedStorage, size: int) -> Any:
+        seen.append((storage.nbytes(), size))
+        return run(storage, size)
+
+    with private.resizes_through(resized):
+        storage = torch.ones(4).untyped_storage()
+        storage.resize_(0)
+    storage.resize_(8)
+    assert seen == [(16, 0)]
+    assert storage.nbytes() == 8
+
+
+def test_subclasses_with_inner_tensors_are_known() -> None:
+    assert not private.is_traceable_wrapper_subclass(torch.ones(2))
+    assert not issubclass(nn.Parameter, private.FakeTensor)

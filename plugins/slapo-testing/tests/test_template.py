@@ -55,6 +55,14 @@ def test_new_package_installs_and_passes_its_tests(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout
     assert "forward_and_gradients_on_2_ranks" in checked.stdout
     assert "has no slapo_cases()" not in checked.stdout
+    source = package / "src" / "acme_slapo" / "offload.py"
+    without_hooks = source.read_text().replace(
+        "torch.autograd.graph.saved_tensors_hooks(pack, unpack)", "torch.enable_grad()"
+    )
+    source.write_text(without_hooks)
+    useless = overlay.run("-m", "pytest", "-k", "forward_and_gradients_on_1_rank", cwd=package)
+    assert useless.returncode == 1, "a primitive that does nothing passes"
+    assert "0 calls of acme.offload" in useless.stdout
 
 
 def test_every_rendered_file_is_complete_and_well_formed(tmp_path: Path) -> None:

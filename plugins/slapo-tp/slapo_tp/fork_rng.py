@@ -13,13 +13,17 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.effects import Calls, Effect
 from slapo_core.layout import accelerator
-from slapo_core.observers import Forward
+from slapo_core.observers import Forward, happened
 from slapo_tp.preconditions import needs_mesh
 from slapo_tp.private import FakeTensor
 from slapo_tp.split_state import mesh_size
 
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that the ranks' seeds differ in their low 32 bits, all that CPU seeding uses
+
+FORKED = "the module on an RNG stream of this rank"
+"""The event of a call."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ class ForkRng(Primitive):
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not node.wrappers:
             yield Violation("the module's forward is not wrapped")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        if mesh_size(node, self.mesh_dim) > 1:
+            yield Calls(FORKED, 1)
 
 
 def with_own_rng(forward: Forward, *, rank: int, own: type) -> Forward:
@@ -144,6 +152,7 @@ class Fork(_Switch):
         states = [generator.get_state() for generator in _generators()]
         for generator in _generators():
             generator.manual_seed((int(tensor) + (self.rank + 1) * _STRIDE) % 2**64)
+        happened("call", FORKED)
         return torch.cat(states)
 
 

@@ -19,10 +19,13 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from slapo_core import ArgumentError
-from slapo_core.observers import Forward
+from slapo_core.observers import Forward, Origin, happened, is_observed, run_from
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.private import has_gradient_hooks, version_of
+
+OVERLAPPED = "the weight's gradient during the reduction of the input's"
+"""The event of a backward that computes the one while the other runs."""
 
 _PLAIN = (Tensor, Parameter)
 
@@ -35,18 +38,20 @@ class InputSource(NamedTuple):
         axis: the axis that was gathered, and is scattered in the backward; None for an all-reduce.
         group: the ranks.
         version: of the input, which a change in place increments.
+        hook: made the input.
     """
 
     tensor: Tensor
     axis: int | None
     group: RankGroup
     version: int
+    hook: Callable[..., Any]
 
 
-def with_source(given: Tensor, tensor: Tensor, axis: int | None, group: RankGroup) -> Tensor:
-    """Note on ``given``, a layer's input, that it was made of ``tensor``."""
+def with_source(given: Tensor, tensor: Tensor, axis: int | None, group: RankGroup, hook: Callable[..., Any]) -> Tensor:
+    """Note on ``given``, a layer's input, that ``hook`` made it of ``tensor``."""
     version = 0 if is_compiling() else version_of(given)
-    given._slapo_tp_source = InputSource(tensor, axis, group, version)  # type: ignore[attr-defined]
+    given._slapo_tp_source = InputSource(tensor, axis, group, version, hook)  # type: ignore[attr-defined]
     return given
 
 
@@ -67,18 +72,32 @@ def under_weight_gradient(forward: Forward) -> Forward:
         x: Any = args[0] if args else next(iter(kwargs.values()), None)
         source, weight, bias = getattr(x, "_slapo_tp_source", None), module.weight, module.bias
         if source is None or len(args) + len(kwargs) != 1 or not _leads_to(source, x) or not _is_trained(weight):
+            if is_observed() and not is_compiling():
+                _report(source, x, weight)
             return forward(module, *args, **kwargs)  # type: ignore[no-any-return]
         device = x.device.type
         if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         gathered = None if source.axis is None else x.detach()
-        return _Linear.apply(source.tensor, gathered, weight, bias, is_transposed, source.axis, source.group)
+        origin = None if is_compiling() else Origin("", source.hook)
+        given = (source.tensor, gathered, weight, bias, is_transposed, source.axis, source.group)
+        return run_from(origin, _Linear.apply, *given)  # type: ignore[no-any-return]
 
     return run
 
 
 under_weight_gradient.slapo_goes_around = True  # type: ignore[attr-defined]
+
+
+def _report(source: InputSource | None, x: Any, weight: Tensor) -> None:
+    """Report that the hook reduces, if there is anything to overlap."""
+    if not is_grad_enabled() or not isinstance(x, Tensor) or not x.requires_grad or not _is_trained(weight):
+        return
+    if source is None:
+        happened("fallback", "the layer's input is another tensor than the one that its hook gave")
+    elif source.group.name is not None:
+        happened("fallback", "the layer's input was changed in place, or has hooks of its gradient")
 
 
 def _is_linear(forward: Callable[..., Any]) -> bool:
@@ -141,6 +160,8 @@ class _Linear(Function):
         if needs_weight:
             inputs = x.to(weight.dtype).reshape(-1, x.shape[-1])
             of_weight = inputs.t() @ rows if is_transposed else rows.t() @ inputs
+            if of_input is not None and not is_grad_enabled() and not is_compiling():
+                happened("call", OVERLAPPED)
         if needs_bias:
             of_bias = rows.sum(0)
         if of_input is not None:

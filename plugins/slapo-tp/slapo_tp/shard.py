@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.effects import Collective, Effect
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import leave_bias_out, look_up_own_rows, look_up_own_rows_below
 from slapo_tp.heads import head_groups
@@ -23,7 +23,7 @@ from slapo_tp.splits import (
     shards_violations,
     tensor_axis,
 )
-from slapo_tp.sync_gradient import gradients_summed
+from slapo_tp.sync_gradient import GradientSum
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,12 @@ class Shard(Primitive):
                 shape = None if tensor is None else tuple(tensor.shape)
                 yield Violation(f"'{name}' must have shape {layout.local_shape(node.mesh)} (got {shape})")
 
+    def effects(self, node: Node) -> Iterator[Effect]:
+        if ranks_per_shard(mesh_size(node, self.mesh_dim), self.shards) == 1:
+            return
+        if any(name in node.parameters and node.parameters[name].requires_grad for name in as_tuple(self.names)):
+            yield Collective("all_to_all", self.mesh_dim, "backward")
+
     def _split(self, node: Node, name: str) -> Split | None:
         """Resolve the arguments for one tensor; None without such an axis."""
         tensor, axis = own_tensor(node, name), tensor_axis(node, name, as_tuple(self.names), self.axis)
@@ -210,8 +216,7 @@ class Shard(Primitive):
             shared = (parts[0].axis, lengths, are_shared) if parts else None
             by_group.setdefault(dataclasses.replace(along, holders=holders, parts=shared), []).append(name)
         for group, together in by_group.items():
-            wrapper = functools.partial(gradients_summed, names=tuple(together), group=group)
-            edit.wrap_forward(node, wrapper, active=holders > 1)
+            edit.wrap_forward(node, GradientSum(tuple(together), group), active=holders > 1)
 
 
 def _keep_shard(node: Node, edit: Edit, split: Split) -> None:

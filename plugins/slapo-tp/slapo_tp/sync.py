@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.effects import Calls, Collective, Effect
 from slapo_core.internals import children_of
 from slapo_core.observers import HookKind
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import LINEAR, layer_type_of, partial_axis
-from slapo_tp.overlap import can_overlap, under_weight_gradient
+from slapo_tp.overlap import OVERLAPPED, can_overlap, under_weight_gradient
 from slapo_tp.preconditions import needs_mesh
 from slapo_tp.split_state import (
     bias_is_left_out,
@@ -251,6 +252,13 @@ def _axis(axis: int) -> str:
     return "" if axis == -1 else f", axis={axis}"
 
 
+_CONJUGATES: dict[tuple[str, str], str] = {
+    ("fwd_pre", "all_gather"): "reduce_scatter",
+    ("fwd_pre", "reduce_scatter"): "all_gather",
+    ("fwd_post", "reduce_scatter"): "all_gather",
+}
+"""Mode and op -> the collective of the backward pass, where there is one."""
+
 Mode = Literal["fwd_pre", "fwd_post", "bwd_post", "forward", "backward"]
 Op = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -341,6 +349,26 @@ class Sync(Primitive):
                 yield Violation(f"the {kind} hook {hook} is not registered")
         if self.overlap and under_weight_gradient not in node.wrappers:
             yield Violation("the module's forward is not wrapped")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        mode, op, _ = resolve(self, node)
+        if not isinstance(op, str) or mesh_size(node, self.mesh_dim) == 1:
+            return
+        # Named inputs may be None, one tensor twice, or containers of several.
+        times = None if self.inputs is not None else len(self.outputs) if self.outputs is not None else 1
+        if mode == "bwd_post":
+            yield Collective(op, self.mesh_dim, "backward")
+        else:
+            yield Collective(op, self.mesh_dim, "forward", times)
+            conjugate = _CONJUGATES.get((mode, op))
+            if conjugate is not None:
+                yield Collective(conjugate, self.mesh_dim, "backward", times)
+            bias = own_tensor(node, "bias") if bias_is_left_out(node, self.mesh_dim) else None
+            if (mode, op) == ("fwd_post", "reduce_scatter") and bias is not None and bias.requires_grad:
+                yield Collective("all_reduce", self.mesh_dim, "backward", 1)  # each rank's part of its gradient
+        weight = node.parameters.get("weight")
+        if self.overlap and weight is not None and weight.requires_grad and not gathers_itself(node):
+            yield Calls(OVERLAPPED, 1, "backward")
 
     def _hooks(self, node: Node) -> Iterator[tuple[HookKind, Callable[..., Any]]]:
         """Yield the hooks of this step, with torch's name of their kind."""

@@ -11,8 +11,9 @@ from typing import Any
 from torch import is_grad_enabled
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.effects import Collective, Effect
 from slapo_core.internals import parameters_of
-from slapo_core.observers import Forward
+from slapo_core.observers import Forward, Origin, run_from
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.preconditions import needs_mesh
@@ -66,12 +67,16 @@ class SyncGradient(Primitive):
         if not active:
             edit.note(f"mesh_dim '{self.mesh_dim}' has one rank, which has the full gradient")
         group = RankGroup.along(node.mesh, self.mesh_dim)
-        wrapper = functools.partial(gradients_summed, names=as_tuple(self.names), group=group)
-        edit.wrap_forward(node, wrapper, active=active)
+        edit.wrap_forward(node, GradientSum(as_tuple(self.names), group), active=active)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not node.wrappers:
             yield Violation("the module's forward is not wrapped")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        trained = [name for name in as_tuple(self.names) if node.parameters[name].requires_grad]
+        if mesh_size(node, self.mesh_dim) > 1 and trained:
+            yield Collective("all_reduce", self.mesh_dim, "backward", len(trained))
 
     def _violations(self, node: Node, name: str) -> Iterator[Violation]:
         if name not in node.parameters:
@@ -107,29 +112,52 @@ class SyncGradient(Primitive):
 
 def summed_among_holders(wrapper: Any) -> tuple[str, ...]:
     """Return the parameters whose gradients a wrapper sums over a shard's holders."""
-    if not isinstance(wrapper, functools.partial) or wrapper.func is not gradients_summed:
-        return ()
-    return wrapper.keywords["names"] if wrapper.keywords["group"].holders is not None else ()  # type: ignore[no-any-return]
+    return wrapper.names if isinstance(wrapper, GradientSum) and wrapper.group.holders is not None else ()
 
 
-def gradients_summed(forward: Forward, *, names: tuple[str, ...], group: RankGroup) -> Forward:
-    """Run ``forward`` with copies of the parameters, whose gradient is summed.
+@dataclass(frozen=True)
+class GradientSum:
+    """Wrap a forward to run with copies of parameters, whose gradients are summed.
 
-    A static graph that looks into the module has the collective as a call.
+    A static graph that looks into the module has the collectives as calls.
+
+    Args:
+        names: of the module's own parameters.
+        group: the ranks.
     """
 
-    @functools.wraps(forward)
-    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+    names: tuple[str, ...]
+    group: RankGroup
+    slapo_is_inlined = True
+
+    def __call__(self, forward: Forward) -> Forward:
+        return _Summed(forward, self)
+
+
+class _Summed:
+    """Run the forward; equal to its wrapper, of which a graph says where a collective is from."""
+
+    slapo_is_inlined = True
+
+    def __init__(self, forward: Forward, wrapper: GradientSum) -> None:
+        functools.update_wrapper(self, forward)
+        self.slapo_is_inlined = True
+        self.forward, self.wrapper, self.origin = forward, wrapper, Origin("", wrapper)
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_grad_enabled():
-            return forward(module, *args, **kwargs)
+            return self.forward(module, *args, **kwargs)
         own: dict[str, Any] = parameters_of(module)  # type: ignore[assignment]
-        kept = {name: own[name] for name in names}
+        kept = {name: own[name] for name in self.wrapper.names}
         try:
             for name, parameter in kept.items():
-                own[name] = collectives.copy(parameter, group)
-            return forward(module, *args, **kwargs)
+                own[name] = run_from(self.origin, collectives.copy, parameter, self.wrapper.group)
+            return self.forward(module, *args, **kwargs)
         finally:
             own.update(kept)
 
-    run.slapo_is_inlined = run  # type: ignore[attr-defined]
-    return run
+    def __eq__(self, other: object) -> bool:
+        return bool(self.wrapper == (other.wrapper if isinstance(other, _Summed) else other))
+
+    def __hash__(self) -> int:
+        return hash(self.wrapper)

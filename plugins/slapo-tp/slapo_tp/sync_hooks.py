@@ -140,7 +140,7 @@ class InputHook:
     def _communicate(self, tensor: Tensor) -> Tensor:
         if self.op == "copy":
             copied = collectives.copy(tensor, self.group)
-            return with_source(copied, tensor, None, self.group) if self.overlap else copied
+            return with_source(copied, tensor, None, self.group, self) if self.overlap else copied
         if not tensor.is_floating_point():
             return tensor
         if self.op == "all_reduce":
@@ -149,7 +149,7 @@ class InputHook:
         if self.op == "all_gather":
             gathered = collectives.gather_sum(tensor, self.axis, self.group)
             overlaps = self.overlap and is_grad_enabled()
-            return with_source(gathered, tensor, self.axis, self.group) if overlaps else gathered
+            return with_source(gathered, tensor, self.axis, self.group, self) if overlaps else gathered
         return collectives.reduce_scatter(tensor, self.axis, self.group)
 
     def _copy_if_differentiable(self, tensor: Tensor) -> Tensor:

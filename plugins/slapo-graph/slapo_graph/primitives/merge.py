@@ -17,6 +17,7 @@ from slapo_graph.primitives.merged_linear import MergedFrom, Parts, PartsBack, t
 if TYPE_CHECKING:
     from torch import nn
 
+    from slapo_core import Effect
     from slapo_graph.patterns.pattern import GraphPattern
 
 
@@ -111,6 +112,11 @@ class Merge(Primitive):
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not isinstance(getattr(node[self.child].module, "merged_from", None), MergedFrom):
             yield Violation(f"'{self.child}' is not there")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        graph = graph_of(node)
+        if graph is not None:
+            yield from graph.effects([self._pattern()], node)
 
     def _matches(self, node: Node) -> list[Match]:
         pattern = self._pattern()

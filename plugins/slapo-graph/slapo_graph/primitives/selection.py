@@ -17,7 +17,7 @@ from slapo_graph.primitives.match_replacement import MatchReplacement
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core import Edit, Node, Schedule
+    from slapo_core import Edit, Effect, Node, Schedule
     from slapo_core.primitive import Record
     from slapo_graph.patterns.pattern import GraphPattern
 
@@ -80,6 +80,13 @@ class SelectedMatches(tuple[Match, ...], Selection):
     def replace(self, node: Node, edit: Edit, new: Any, *, params: Mapping[str, str], name: str | None) -> None:
         """Call ``new`` instead of each match."""
         MatchReplacement(node, new, self, dict(params), name).apply(edit)
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        """Yield the calls in the place of the matches, in the present graphs."""
+        for place, matches in by_place(node, self):
+            graph = graph_of(place)
+            if graph is not None:
+                yield from graph.effects([match.pattern for match in matches], place)
 
     def __repr__(self) -> str:
         patterns = dict.fromkeys(str(each.pattern) for each in self)

@@ -99,6 +99,7 @@ def _rewrite_one(
     outputs = list(call.results or outputs)
     with graph.inserting_before(anchor):
         new = _inserted(graph, call, action.name)
+        new.meta["step"] = action.name
         new.meta["location"] = nodes[-1].meta.get("location")
         if call.then is not None:
             new = graph.call_function(call.then, (new,))

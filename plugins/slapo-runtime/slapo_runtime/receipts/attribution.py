@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.internals import forwards, hooks_of, journal, module_calls_through, parameters_of
 from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
@@ -39,6 +40,7 @@ class CodePosition(NamedTuple):
 
 
 _MODEL = CodePosition("")
+_OPTIMIZER = ("optimizer", "", "optimizer")
 
 
 class PositionTracker:
@@ -153,12 +155,24 @@ class PositionTracker:
         """The step whose code runs, forward or backward, as in ``str(record)``; empty for none."""
         return "" if self.step == "optimizer" else self._now().record
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Return :attr:`module`, :attr:`record` and :attr:`phase` together."""
+        node, step = current_autograd_node(), self.step
+        if node is not None:
+            step = "recomputation" if torch.is_grad_enabled() else "backward"
+        elif step == "optimizer":
+            return _OPTIMIZER
+        at = self._stack[-1] if self._stack else _MODEL if node is None else self._of(node)
+        return at.module, at.record, step
+
     def _now(self) -> CodePosition:
         if self._stack:
             return self._stack[-1]
         node = current_autograd_node()
-        if node is None:
-            return _MODEL
+        return _MODEL if node is None else self._of(node)
+
+    def _of(self, node: Any) -> CodePosition:
         number = sequence_number(node)
         if number == _NO_SEQUENCE:
             return self._owners.get(id(getattr(node, "variable", None)), _MODEL)
@@ -208,12 +222,14 @@ class StepPlaces:
         wrappers: path of a module -> the step of each wrapper of its forward, innermost first; ``""`` for none.
         modules: path of a module that a step added -> the step.
         inlined: path of a module and hook of a step that a graph may hold -> the step.
+        replaced: a module that a step took out of the model, while it lives -> its former path.
     """
 
     hooks: Mapping[tuple[str, str, int], str]
     wrappers: Mapping[str, tuple[str, ...]]
     modules: Mapping[str, str]
     inlined: Mapping[tuple[str, Any], str]
+    replaced: WeakIdKeyDictionary
 
     @classmethod
     def of(cls, model: nn.Module, entries: Iterable[tuple[Record, journal.JournalEntry]]) -> StepPlaces:
@@ -233,6 +249,8 @@ class StepPlaces:
                     inlined.setdefault((record.path, entry.function), str(record))
             elif isinstance(entry, journal.WrapForward):
                 known.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
+                if is_inlined(entry.wrapper):
+                    inlined.setdefault((record.path, entry.wrapper), str(record))
 
         def step(function: Any, path: str) -> str:
             paths = known.get(id(function), {})
@@ -247,7 +265,11 @@ class StepPlaces:
             forward = module.__dict__.get("forward")
             if isinstance(forward, forwards.ModuleForward):
                 wrappers[path] = tuple(step(wrapper, path) for wrapper in forward.wrappers)
-        return cls(hooks, wrappers, _added_modules(model, entries), inlined)
+        replaced, present = WeakIdKeyDictionary(), set(map(id, model.modules()))
+        for _, entry in entries:
+            if isinstance(entry, journal.ReplaceModule) and id(entry.old) not in present:
+                replaced[entry.old] = entry.path
+        return cls(hooks, wrappers, _added_modules(model, entries), inlined, replaced)
 
     def attribute(self, model: nn.Module, position: PositionTracker) -> None:
         """Exchange the hooks and wrappers of a model for ones that report their step to the tracker of the model.

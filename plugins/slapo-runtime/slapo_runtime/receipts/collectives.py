@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from slapo_runtime.private import ranks_of_group, schema_of, tree_leaves
-
-if TYPE_CHECKING:
-    from slapo_runtime.receipts.attribution import PositionTracker
 
 _OPERATIONS: dict[str, tuple[str, int | None]] = {
     # operator: kind, and the position of the tensor that this rank gives; None for none
@@ -87,44 +84,41 @@ class CollectiveCall:
     in_passes: bool = True
 
 
-class CollectiveTracker:
-    """List the collectives of a step; an observer.
+class CollectiveReader:
+    """Read the collectives of operations.
 
     Args:
-        position: module, step and phase of the running operation.
         groups: the process groups of the mesh.
-
-    Attributes:
-        last: collectives of the last operation.
     """
 
-    def __init__(self, position: PositionTracker, groups: MeshGroups) -> None:
-        self._position, self._groups = position, groups
-        self.last: Sequence[CollectiveCall] = ()
-        self._found: list[CollectiveCall] = []
-        self._operations = collective_operations()
+    def __init__(self, groups: MeshGroups) -> None:
+        self._groups, self._operations = groups, collective_operations()
 
-    @property
-    def collectives(self) -> tuple[CollectiveCall, ...]:
-        """The collectives of the current step, in the order of their start."""
-        return tuple(self._found)
+    def communicates(self, func: Any) -> bool:
+        """Return whether an operator of torch communicates."""
+        return func in self._operations
 
-    def begin(self) -> None:
-        """Begin a training step."""
-        self._found.clear()
+    def read(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        place: tuple[str, str, str],
+        *,
+        in_passes: bool = True,
+    ) -> Iterator[CollectiveCall]:
+        """Yield the collectives of an operation that communicates.
 
-    def on_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """List the collectives of an operation."""
-        read = self._operations.get(func)
-        if read is None:
-            self.last = ()
-            return
-        at, module, record = self._position, self._position.module, self._position.record
-        self.last = [
-            CollectiveCall(kind, *self._groups.find(group), size, module, at.step, record, dtype)
-            for kind, size, dtype, group in read(args, kwargs)
-        ]
-        self._found.extend(self.last)
+        Args:
+            func: the operator.
+            args: of the operation.
+            kwargs: of the operation.
+            place: module, step and phase, as of :class:`CollectiveCall`.
+            in_passes: likewise.
+        """
+        module, record, phase = place
+        for kind, size, dtype, group in self._operations[func](args, kwargs):
+            yield CollectiveCall(kind, *self._groups.find(group), size, module, phase, record, dtype, in_passes)
 
 
 Read = Callable[[tuple[Any, ...], Mapping[str, Any]], Iterator[tuple[str, int, str, Any]]]

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import ReceiptError
 from slapo_core.internals import Internals
 from slapo_runtime.receipts.attribution import StepPlaces
-from slapo_runtime.receipts.receipt import Expectation, Finding, expectations, expectations_of_plan, receipt, unexplained
+from slapo_runtime.receipts.receipt import (
+    Expectation,
+    Finding,
+    expectations,
+    expectations_of_plan,
+    receipt,
+    unexplained,
+)
 from slapo_runtime.receipts.watch import Watch
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from slapo_runtime.receipts.watch import ModuleCalls
 
 if TYPE_CHECKING:
     from slapo_core import Plan, Schedule
-    from slapo_runtime.receipts.watch import Observed
+    from slapo_runtime.receipts.watch import Observed, Place
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,11 @@ def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
             of_runtime.setdefault(key, []).append((one, one.effect))
             continue
         calls = record.calls.get(one.path)
-        if one.step is not None and (calls is None or not calls.forward):
+        if (
+            one.step is not None
+            and (calls is None or not calls.forward)
+            and not _fallbacks(record, one.path, here=True)
+        ):
             continue
         seen = _compare(one.effect, one, calls or ModuleCalls(), record)
         if seen is not None:
@@ -139,7 +144,7 @@ def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -
         return None
     made = [
         call
-        for call in record.collectives
+        for call in record.collectives.elements()
         if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
         and call.dtype not in _COUNTS
         and (call.bytes > _NUMBER or call.kind != "all_reduce")
@@ -204,23 +209,39 @@ def _counted(seen: int, times: int | None, calls: int, what: str) -> Seen:
     return f"{seen}{of} {what}", is_seen, ""
 
 
+def _runs_code(record: Observed, path: str) -> bool:
+    """Return whether compiled or captured code ran in the place of a module's Python, so that it shows less."""
+    return any(
+        each.event == "unseen" or (each.event in ("compiled", "replay") and not each.name)
+        for each in record.happenings
+        if _below(each.place.module, path)
+    )
+
+
 @_compare.register(Collective)
 def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     per_call = {"forward": calls.forward, "backward": calls.with_gradient, "step": record.steps}[effect.per]
     if not per_call:
         return None
-    same = [
-        call
-        for call in record.collectives
+    same = {
+        call: count
+        for call, count in record.collectives.items()
         if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
         and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
         and (call.record == one.source or (effect.at is not None and call.module == effect.at))
-    ]
-    words, is_seen, cause = _counted(len(same), effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
+    }
+    if not same and _runs_code(record, one.path):
+        return None
+    what = f"{effect.kind} over '{effect.mesh_dim}'"
+    words, is_seen, cause = _counted(sum(same.values()), effect.times, per_call, what)
     types = sorted({call.dtype for call in same})
     if effect.dtype is not None and same and types != [effect.dtype]:
         return f"{words} in {', '.join(types)}", False, "another type was communicated"
     return words, is_seen, cause
+
+
+def _within(one: Expectation, place: Place) -> bool:
+    return place.phase == "forward" and _below(one.path, place.module)
 
 
 def _below(path: str, module: str) -> bool:
@@ -237,67 +258,100 @@ def _events(record: Observed, path: str, is_one: Callable[[Any], bool]) -> int:
 def _(effect: Calls, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     called = record.calls.get(effect.name)
     if called is not None:  # a module
-        return _counted(called.forward, effect.times, calls.forward, f"calls of {effect.name}")
+        words, is_seen, cause = _counted(called.forward, effect.times, calls.forward, f"calls of {effect.name}")
+        former = _fallbacks(record, one.path, here=True)
+        return words, is_seen and not former, f"{former[0]} runs" if former else cause
     seen = _events(
         record,
         one.path,
         lambda each: each.event == "call" and each.name == effect.name and each.place.phase == "forward",
     )
-    fallbacks = [each for each in record.happenings if each.event == "fallback" and _below(one.path, each.place.module)]
+    fallbacks = _fallbacks(record, one.path)
+    if not seen and not fallbacks and _runs_code(record, one.path):
+        return None
     words, is_seen, cause = _counted(seen, effect.times, calls.forward, f"calls of {effect.name}")
     if fallbacks:
-        return words, False, f"it ran its fallback: {fallbacks[0].name}"
+        return words, False, f"it ran its fallback: {fallbacks[0]}"
     return words, is_seen, cause
+
+
+def _fallbacks(record: Observed, path: str, *, here: bool = False) -> list[str]:
+    """Return the reasons of fallbacks at a module, or also below."""
+    return [
+        each.name
+        for each in record.happenings
+        if each.event == "fallback" and (each.place.module == path if here else _below(path, each.place.module))
+    ]
 
 
 @_compare.register(Recomputes)
 def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    if not calls.with_gradient and not calls.recomputed:
+    again = {each: count for each, count in record.happenings.items() if each.event == "recomputation"}
+    seen = sum(count for each, count in again.items() if each.name == one.path)
+    if not seen:  # a region
+        seen = sum(count for each, count in again.items() if not each.name and _below(one.path, each.place.module))
+    if not seen and _needs_no_gradient(calls, one.path, record):
         return None
-    events = _events(record, one.path, lambda each: each.event == "recomputation")
-    seen = max(calls.recomputed, events)
-    cause = "" if seen else "it ran without gradients, or its forward was not the wrapped one"
-    words, is_seen, _ = _counted(seen, effect.times, calls.forward, "recomputed forwards")
+    cause = "" if seen else "it ran without gradients, or another forward runs"
+    words, is_seen, _ = _counted(seen, None, calls.forward, "recomputed forwards")
     return words, is_seen, cause
+
+
+def _needs_no_gradient(calls: ModuleCalls, path: str, record: Observed) -> bool:
+    """Return whether no backward pass can have needed the activations of a module, or compiled code kept them."""
+    backward = [place.module for place in record.operators if place.phase == "backward"]
+    is_reached = any(_below(path, module) for module in backward)
+    return not backward or (calls.with_gradient > 0 and not is_reached) or _runs_code(record, path)
 
 
 @_compare.register(Compiled)
 def _(effect: Compiled, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    runs = [each for each in record.happenings if each.event == "compiled" and _below(one.path, each.place.module)]
-    if not runs:
-        return "no compiled code", False, "torch.compile skipped the forward, or another wrapper runs instead"
+    here = [each for each in record.happenings if each.place.module == one.path]
+    runs = [each for each in here if each.event == "compiled"]
+    skipped = [each.name for each in here if each.event == "fallback"]
+    if skipped or not runs:
+        if not skipped and any(each.event == "unseen" for each in here):
+            return None
+        return "no compiled code", False, skipped[0] if skipped else "another forward runs"
     breaks = max(dict(each.facts).get("graph_breaks", 0) for each in runs)
-    return f"compiled code with {breaks or 'no'} graph breaks", breaks <= effect.graph_breaks, ""
+    is_whole = effect.graph_breaks is None or breaks <= effect.graph_breaks
+    return f"compiled code with {breaks or 'no'} graph breaks", is_whole, ""
 
 
 @_compare.register(Replays)
 def _(effect: Replays, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    seen = _events(record, one.path, lambda each: each.event == "replay")
-    return _counted(seen, effect.times, calls.forward, "replays of a CUDA graph")
+    here = {each: count for each, count in record.happenings.items() if each.place.module == one.path}
+    seen = sum(count for each, count in here.items() if each.event == "replay")
+    if not seen and any(each.event == "unseen" for each in here):
+        return None
+    words, is_seen, _ = _counted(seen, effect.times, calls.forward, "replays of a CUDA graph")
+    return words, is_seen, next((each.name for each in here if each.event == "fallback"), "")
 
 
 @_compare.register(Casts)
 def _(effect: Casts, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
-    seen = {
-        dtype
-        for place, types in record.products.items()
-        if _below(one.path, place.module) and place.phase == "forward"
-        for dtype in types
-    }
-    if effect.compute is None or not seen:
-        return None
-    return f"products in {', '.join(sorted(seen))}", seen == {effect.compute}, ""
+    words, is_seen = [], True
+    of_products = (types for place, types in record.products.items() if _within(one, place))
+    of_parameters = (types for path, types in record.parameters.items() if _below(one.path, path))
+    for what, wanted, found in (
+        ("parameters", effect.storage, of_parameters),
+        ("products", effect.compute, of_products),
+    ):
+        seen = {dtype for types in found for dtype in types if wanted is not None}
+        if seen:
+            words.append(f"{what} in {', '.join(sorted(seen))}")
+            is_seen = is_seen and seen == {wanted}
+    return (" and ".join(words), is_seen, "") if words else None
 
 
 @_compare.register(NeverAllocates)
 def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     large = [
         each
-        for place, each in record.largest.items()
-        if (place.record == one.source or _below(one.path, place.module))
-        and each.shape
-        and each.shape[-1] == effect.features
-        and each.bytes >= calls.rows * effect.features
+        for (place, features), each in record.largest.items()
+        if features == effect.features
+        and (place.record == one.source or _below(one.path, place.module))
+        and math.prod(each.shape) >= calls.rows * features
         and each.dtype in ("float64", "float32", "bfloat16", "float16")
     ]
     if not large:
@@ -313,10 +367,10 @@ def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[F
     """
     known = {one.effect.mesh_dim for one in expected if isinstance(one.effect, Collective) and one.step is None}
     found: dict[tuple[str, str, str], int] = {}
-    for call in record.collectives:
+    for call, count in record.collectives.items():
         if call.mesh_dim and call.in_passes and not call.record and call.mesh_dim not in known:
             key = (call.kind, call.mesh_dim, call.module)
-            found[key] = found.get(key, 0) + 1
+            found[key] = found.get(key, 0) + count
     for (kind, mesh_dim, module), count in found.items():
         seen_there = f"{count} {kind} over '{mesh_dim}' in '{module}'"
         yield Finding("", "", "no collective that neither a step nor the runtime makes", seen_there, False)
