@@ -25,13 +25,20 @@ def scheduled(name: str, mesh: dict[str, int], **options: Any) -> Any:
 
 
 def observed(name: str, sch: Any) -> Any:
-    from slapo_runtime.receipts.receipt import receipt, unexplained
     from slapo_runtime.receipts.observing import Observation
+    from slapo_runtime.receipts.receipt import receipt, unexplained
     from slapo_runtime.receipts.watch import Watch
+
     one = family(name)
     with Watch(sch).watching() as record:
         record.steps = 1
-        output = sch.model(**one.batch) if isinstance(one.batch, dict) else sch.model(*one.batch) if isinstance(one.batch, tuple) else sch.model(one.batch)
+        output = (
+            sch.model(**one.batch)
+            if isinstance(one.batch, dict)
+            else sch.model(*one.batch)
+            if isinstance(one.batch, tuple)
+            else sch.model(one.batch)
+        )
         (output.loss if one.loss is None else one.loss(output, one.batch)).backward()
     expected = expectations(sch)
     return Observation((*receipt(expected, record), *unexplained(record, expected)), record)
@@ -81,5 +88,8 @@ def no_ops(name: str, mesh: dict[str, int], **options: Any) -> dict[str, Any]:
     for step in drawn(sch):
         wrong = scheduled(name, mesh, **options)
         if take_out(wrong, step):
-            found["named"][step] = [one.source for one in observed(name, wrong).missing]
+            try:
+                found["named"][step] = [one.source for one in observed(name, wrong).missing]
+            except slapo.SlapoError as error:
+                found["named"][step] = type(error).__name__
     return found
