@@ -286,7 +286,7 @@ def _rank(schedule: Schedule) -> int:
         return 0
     import torch.distributed as dist
 
-    return dist.get_rank()
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 _PRODUCTS = frozenset(
@@ -332,6 +332,8 @@ class Operations(TorchDispatchMode):
         groups: of the mesh.
         memory: observes operations that may allocate, too; None: nothing does.
     """
+
+    supports_higher_order_operators = True  # compiled code with dropout under checkpointing has some
 
     def __init__(
         self, record: Observed, position: PositionTracker, groups: MeshGroups, memory: MemoryTracker | None = None
