@@ -54,7 +54,8 @@ class PositionTracker:
         owners: ``id`` of a parameter -> the path of its module.
 
     Attributes:
-        step: ``"forward"``, ``"backward"`` or ``"optimizer"``; set by the training step.
+        step: ``"forward"``, ``"backward"`` or ``"optimizer"``; set by the training step. ``"recording"``: a graph is
+            made of modules, whose calls are none of the step.
         hooks: (path of a module, hook) -> the step that registered the hook, as in ``str(record)``.
         wrappers: ``id`` of a wrapper of a forward -> the step that added the wrapper.
     """
@@ -130,6 +131,14 @@ class PositionTracker:
     def begin(self, step: str) -> None:
         """Begin ``"forward"``, ``"backward"`` or ``"optimizer"``."""
         self.step = step
+
+    def run_as(self, step: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call ``function(*args, **kwargs)`` as a part of ``step``."""
+        before, self.step = self.step, step
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.step = before
 
     def forget(self) -> None:
         """Forget earlier forward passes, whose backward passes have run."""
