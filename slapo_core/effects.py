@@ -39,7 +39,8 @@ class Collective(Effect):
             or ``"recv"``.
         mesh_dim: e.g. ``"tp"``; of several dimensions together ``"dp_replicate_dp"``.
         per: of ``"forward"`` and ``"backward"`` the counts are those of one call of the module, without recomputation;
-            in a backward pass only where an input of the module requires a gradient. ``"step"``: of a training step.
+            in a backward pass only where an input of the module requires a gradient. ``"step"``: of a training step
+            of an engine; a step of the schedule shows it only there.
         times: how often; None: at least once.
         dtype: of the tensors, e.g. ``"bfloat16"``; None: any.
         bytes: that this rank gives in a training step, less than twice as many with what else is exchanged; None: any.
