@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,7 +121,8 @@ class TimeTracker:
         self._clock += self._device.launch
 
     def _peak(self, args: tuple[Any, ...]) -> float:
-        dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        first = (leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        dtype = min(itertools.islice(first, 2), key=lambda dtype: dtype.itemsize)  # a larger one is that of sums
         name = str(dtype).removeprefix("torch.")
         peak = self._device.flops.get(name)
         if peak is None:
@@ -199,11 +201,18 @@ def _cost(func: Any) -> Callable[[Any, Any, Any], float] | None:
     is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
     if is_view or schema.name in _FREE or schema.name.startswith(("prim::", "profiler::", "aten::sym_")):
         return None
+    if any(argument.is_out for argument in schema.arguments):
+        return _returned
     return _picked if schema.name in _PICKING else _moved
 
 
 def _moved(args: Any, kwargs: Any, result: Any) -> float:
     return _bytes(args) + _bytes(kwargs) + _bytes(result)
+
+
+def _returned(args: Any, kwargs: Any, result: Any) -> float:
+    """Count the bytes of an operation that returns what it was given to write to."""
+    return _bytes(args) + _bytes(result)
 
 
 def _picked(args: Any, kwargs: Any, result: Any) -> float:
