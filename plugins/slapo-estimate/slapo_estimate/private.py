@@ -34,7 +34,7 @@ from torch.utils._pytree import (
 from torch.utils.flop_counter import flop_registry
 
 from slapo_core.layout import simulated_device
-from slapo_core.observers import PATCHING
+from slapo_core.observers import ONE_KERNEL, PATCHING, run_from
 
 
 @contextmanager
@@ -42,11 +42,13 @@ def kernels_of_cuda() -> Iterator[None]:
     """Run fake tensors on the CPU by the kernels of CUDA where they differ.
 
     Attention is CUDA's memory-efficient operator; arguments that it refuses (not four axes, float64, grouped queries)
-    keep the operator of the CPU. FlashAttention keeps and computes the same. Other kernels are those of
-    `slapo_core.layout.kernel_device`.
+    keep the operator of the CPU. FlashAttention keeps and computes the same. A root mean square norm is one kernel. The
+    others are those of `slapo_core.layout.kernel_device`.
     """
     overrides = torch.library.Library("aten", "IMPL")
     overrides.impl("scaled_dot_product_attention", _memory_efficient, "AutogradCPU")
+    composite = torch.ops.aten.rms_norm.default.decompose
+    overrides.impl("rms_norm", partial(run_from, ONE_KERNEL, composite), "AutogradCPU")
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", "Meta"):  # before torch 2.13
         overrides.impl("addmm.dtype_out", lambda *_, out, **__: out, "Meta")
     try:

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from slapo_core.layout import is_simulated, kernel_device
+from slapo_core.observers import ONE_KERNEL, attributed
 from slapo_estimate import private
 from slapo_estimate.private import (
     DataDependentOutputException,
@@ -113,6 +114,23 @@ def test_products_of_cuda_have_shapes_and_sum_in_a_larger_type() -> None:
         assert is_simulated()
     assert kernel_device(torch.ones(1)).type == "cpu"
     assert not is_simulated()
+
+
+def test_a_root_mean_square_norm_of_cuda_is_one_kernel() -> None:
+    kernels = []
+
+    def note(origin: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        kernels.append(origin)
+        return function(*args, **kwargs)
+
+    x, norm = torch.randn(3, 8, requires_grad=True), nn.RMSNorm(8, eps=1e-6)
+    expected = torch.autograd.grad(norm(x).sum(), [x, norm.weight])
+    with attributed(note):
+        with kernels_of_cuda():
+            found = torch.autograd.grad(norm(x).sum(), [x, norm.weight])
+        norm(x)
+    assert kernels == [ONE_KERNEL]
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.ranks
