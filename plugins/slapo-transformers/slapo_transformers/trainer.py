@@ -102,6 +102,14 @@ class ScheduledTrainerMixin(_Base):
             loader.worker_init_fn = functools.partial(seeds, rank=self.accelerator.process_index)
         return loader
 
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the batch of a replica as one process does: its loss is that of its own items."""
+        averages, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+        try:
+            return super().prediction_step(*args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = averages
+
     def floating_point_ops(self, inputs: Any) -> float:
         """Count those of the reference model; the host sums them over all ranks."""
         if self._counts is None:

@@ -19,12 +19,7 @@ def reference(directory: Path, names: list[str], accumulations: list[int], repli
     found = []
     for name in names:
         for steps in accumulations:
-            args = arguments(
-                directory,
-                gradient_accumulation_steps=steps * replicas,
-                per_device_eval_batch_size=2 * replicas,
-            )
-            run = plain(name, args)
+            run = plain(name, arguments(directory, gradient_accumulation_steps=steps * replicas))
             run.train()
             found.append(log(run))
     return found
@@ -49,3 +44,12 @@ def test_log_lines_over_tp_are_those_of_one_process(tmp_path: Path) -> None:
     for found in run_ranks(on_ranks, tmp_path / "ranks", NAMES, [1, 4], {"tp": 2}, False, world_size=2):
         for lines, others in zip(found, expected, strict=True):
             assert_equal_logs(lines, others)
+
+
+@pytest.mark.ranks
+def test_log_lines_over_replicas_are_those_of_one_process(tmp_path: Path) -> None:
+    expected = run_process(reference, tmp_path / "one", NAMES, [2], 2)
+    for fsdp in (False, True):
+        for found in run_ranks(on_ranks, tmp_path / "ranks", NAMES, [2], {"dp": 2, "tp": 2}, fsdp, world_size=4):
+            for lines, others in zip(found, expected, strict=True):
+                assert_equal_logs(lines, others)
