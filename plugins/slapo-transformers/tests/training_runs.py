@@ -11,7 +11,17 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from slapo_testing import preload_modules
 from slapo_testing.models import bert, gpt2
+
+preload_modules(
+    "slapo_transformers",
+    "slapo_models.schedules",
+    "slapo_loss.implementations",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
 
 VOCABULARY = 51  # padded over tp
 _CLOCKED = ("runtime", "per_second", "preparation_time")
