@@ -77,13 +77,6 @@ def check_schedule(sch: Any, world_size: int | None) -> None:
     mesh = sch.mesh
     if mesh is None:
         return
-    if mesh.is_abstract:
-        raise MeshError(f"the mesh {mesh} is abstract: no processes train this model", hint=mesh.launch_hint())
-    if world_size is not None and mesh.world_size != world_size:
-        raise MeshError(
-            f"the mesh {mesh} has {mesh.world_size} ranks, but {world_size} processes were started",
-            hint=mesh.launch_command(),
-        )
     for mesh_dim in ("pp", "cp", "ep"):
         if mesh.size(mesh_dim) > 1:
             raise MeshError(
@@ -91,6 +84,13 @@ def check_schedule(sch: Any, world_size: int | None) -> None:
                 "accelerate does not run",
                 hint="slapo_core.build(sch, optimizer=...) trains pipeline stages; here: 'dp_replicate', 'dp' and 'tp'",
             )
+    if mesh.is_abstract:
+        raise MeshError(f"the mesh {mesh} is abstract: no processes train this model", hint=mesh.launch_hint())
+    if world_size is not None and mesh.world_size != world_size:
+        raise MeshError(
+            f"the mesh {mesh} has world size {mesh.world_size}, but the launch has world size {world_size}",
+            hint=mesh.launch_command(),
+        )
     if mesh.size("dp_replicate") > 1 and not isinstance(sch.model, FSDPModule):
         raise MeshError(
             f"the mesh {mesh} has several ranks along 'dp_replicate' without fully_shard",
@@ -139,7 +139,8 @@ class ScheduledAccelerator(Accelerator):
             process_group=mesh.group("dp") if mesh is not None else None,
             **(handler.to_kwargs() if handler is not None else {}),
         )
-        self._models = [wrapped if one is model else one for one in self._models]
+        held: list[Any] = self._models
+        held[:] = [wrapped if one is model else one for one in held]
         return wrapped
 
     def prepare_optimizer(

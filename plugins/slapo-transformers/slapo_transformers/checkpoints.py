@@ -91,4 +91,3 @@ def _saved_state(checkpoint: Path, mesh: Mesh | None, rank: int) -> Path | None:
 def _name(sizes: dict[str, int], place: dict[str, int]) -> str:
     dims = [dim for dim, size in sizes.items() if size > 1]
     return "_".join(["rng_state", *(f"{dim}{place[dim]}" for dim in dims)]) + ".pth"
-

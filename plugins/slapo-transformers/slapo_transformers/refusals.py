@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo_core import ArgumentError
+from slapo_core import ArgumentError, Schedule
 
 _REFUSED = {
     "torch_compile": ("compiles the whole model", 'sch["model.layers.*"].compile()'),
@@ -20,11 +20,12 @@ _REFUSED = {
 }
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: Any, sch: Schedule | None) -> None:
     """Refuse arguments that would change the model beside its schedule.
 
     Args:
         args: the TrainingArguments.
+        sch: the schedule; None if it is made of the model later.
 
     Raises:
         ArgumentError: with the step, or the call, that does it.
@@ -32,7 +33,13 @@ def check_arguments(args: Any) -> None:
     for name, (what, instead) in _REFUSED.items():
         value = getattr(args, name, None)
         if value:
-            raise ArgumentError(f"{name}={value!r} {what}: a schedule does it", hint=f"leave {name} out; {instead}")
+            raise ArgumentError(f"{name}={value!r} {what}", hint=f"leave {name} out; {instead}")
+    recomputes = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
+    if recomputes and sch is not None and any(one.primitive.name == "core.checkpoint" for one in sch.records):
+        raise ArgumentError(
+            "activation_checkpointing=True would recompute what steps of the schedule recompute",
+            hint="activation_checkpointing=False",
+        )
     if args.n_gpu > 1:
         raise ArgumentError(
             f"this process has {args.n_gpu} GPUs, over which the Trainer would copy the model (DataParallel)",

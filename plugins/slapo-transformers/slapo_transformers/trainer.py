@@ -44,14 +44,20 @@ class ScheduledTrainerMixin(_Base):
     """
 
     def __init__(self, *args: Any, schedule: Schedule | Callable[[Any], Schedule], **kwargs: Any) -> None:
-        is_made = isinstance(schedule, Schedule) or not callable(schedule)
-        self._make: Callable[[Any], Schedule] | None = None if is_made else schedule  # type: ignore[assignment]
-        self.schedule: Any = schedule if is_made else None
+        self.schedule: Any = None
+        self._make: Callable[[Any], Schedule] | None = None
         given = args[0] if args else kwargs.get("model")
-        if self._make is not None:
-            self.schedule = None if given is None else self._make(given)
+        if callable(schedule) and not isinstance(schedule, Schedule | nn.Module):
+            self._make = schedule
+            self.schedule = None if given is None else schedule(given)
         else:
             check_schedule(schedule, None)
+            self.schedule = schedule
+            if kwargs.get("model_init") is not None:
+                raise ArgumentError(
+                    "model_init makes a new model, but schedule= is the schedule of another one",
+                    hint="SlapoTrainer(model_init=..., schedule=make), with a function that makes the schedule of a model",
+                )
             if given is None:
                 kwargs["model"] = self.schedule.model
             elif given is not self.schedule.model:
@@ -63,11 +69,7 @@ class ScheduledTrainerMixin(_Base):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a model and its schedule."""
-        if self._make is None:
-            raise ArgumentError(
-                "model_init makes a new model, but schedule= is the schedule of another one",
-                hint="SlapoTrainer(model_init=..., schedule=make), with a function that makes the schedule of a model",
-            )
+        assert self._make is not None
         model: nn.Module = super().call_model_init(trial)
         self.schedule = self._make(model)
         self._attach()
@@ -76,7 +78,7 @@ class ScheduledTrainerMixin(_Base):
     # -- replicas in place of processes -----------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        check_arguments(self.args)
+        check_arguments(self.args, self.schedule)
         super().create_accelerator_and_postprocess()
         if self.schedule is not None:
             self._attach()

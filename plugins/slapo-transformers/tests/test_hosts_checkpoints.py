@@ -75,7 +75,9 @@ def on_four_ranks(place: Path, name: str) -> list[Result]:
 
 def plain_again(place: Path, name: str) -> list[Result]:
     """Plain runs that go on from tp and from fully_shard."""
-    return [run_plain(name, place / f"plain_{kind}", resume=place / kind / "checkpoint-2") for kind in ("tp", "fsdp_whole")]
+    return [
+        run_plain(name, place / f"plain_{kind}", resume=place / kind / "checkpoint-2") for kind in ("tp", "fsdp_whole")
+    ]
 
 
 def assert_equal_results(found: Result, expected: Result) -> None:

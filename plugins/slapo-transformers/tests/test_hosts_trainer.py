@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,11 +24,14 @@ def reference(directory: Path, names: list[str], accumulations: list[int], repli
     return found
 
 
-def on_ranks(directory: Path, names: list[str], accumulations: list[int], mesh: dict[str, int], fsdp: bool) -> list[Lines]:
+def on_ranks(
+    directory: Path, names: list[str], accumulations: list[int], mesh: dict[str, int], fsdp: bool
+) -> list[Lines]:
     found = []
     for name in names:
         for steps in accumulations:
-            run = scheduled(name, arguments(directory, gradient_accumulation_steps=steps), mesh, fsdp=fsdp)
+            args = arguments(directory, gradient_accumulation_steps=steps, activation_checkpointing=steps == 4)
+            run = scheduled(name, args, mesh, fsdp=fsdp)
             run.train()
             found.append(log(run))
     return found

@@ -119,10 +119,11 @@ def accuracy(prediction: Any) -> dict[str, float]:
 def arguments(directory: Path | str, **options: Any) -> Any:
     from transformers import TrainingArguments
 
-    if not torch.distributed.is_initialized():  # the host would make a process group
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            os.environ.pop(name, None)
-    torch.set_default_dtype(torch.float64)  # in which the host sums losses
+    if "RANK" in os.environ:
+        torch.set_default_dtype(torch.float64)  # in which the host sums losses
+        if not torch.distributed.is_initialized():  # the host would make a process group
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                os.environ.pop(name)
     given: dict[str, Any] = {
         "max_steps": 4,
         "per_device_train_batch_size": 2,
