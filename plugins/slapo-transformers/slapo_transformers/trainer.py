@@ -56,7 +56,7 @@ class ScheduledTrainerMixin(_Base):
             if kwargs.get("model_init") is not None:
                 raise ArgumentError(
                     "model_init makes a new model, but schedule= is the schedule of another one",
-                    hint="SlapoTrainer(model_init=..., schedule=make), with a function that makes the schedule of a model",
+                    hint="SlapoTrainer(model_init=..., schedule=make), with a function that makes a model's schedule",
                 )
             if given is None:
                 kwargs["model"] = self.schedule.model
