@@ -46,6 +46,7 @@ class Module(L.LightningModule):
         self.model, self.samples = Net(), SumMetric()
         self.register_buffer("scale", torch.tensor(2.0))
         self.norms: list[float] = []
+        self.exchanged: list[bool] = []  # whether each backward exchanged gradients over replicas
 
     def loss(self, batch: Any) -> torch.Tensor:
         inputs, targets = batch
@@ -67,6 +68,10 @@ class Module(L.LightningModule):
 
     def predict_step(self, batch: Any, number: int) -> torch.Tensor:
         return self.all_gather(self.model(batch[0])).flatten()
+
+    def on_after_backward(self) -> None:
+        wrapped: Any = self.trainer.strategy.model  # of DistributedDataParallel; fully_shard leaves no gradient without
+        self.exchanged.append(getattr(wrapped, "require_backward_grad_sync", self.model.up.weight.grad is not None))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy = self.trainer.strategy
@@ -157,7 +162,13 @@ def fitted(
     trainer.fit(module, training, validation, ckpt_path=resume, weights_only=False)
     logged = _logged(trainer.callback_metrics)
     tested = trainer.test(module, validation, verbose=False)[0]
-    return {"losses": losses.seen, "norms": module.norms, "logged": logged, "tested": _logged(tested)}
+    return {
+        "losses": losses.seen,
+        "norms": module.norms,
+        "exchanged": module.exchanged,
+        "logged": logged,
+        "tested": _logged(tested),
+    }
 
 
 def _logged(metrics: Mapping[str, Any]) -> dict[str, float]:

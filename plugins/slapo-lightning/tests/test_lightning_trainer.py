@@ -73,6 +73,13 @@ def test_losses_rates_norms_and_metrics_are_those_of_lightning_alone(runs: tuple
             assert run[stage]["samples"] == run[stage]["summed"] == SAMPLES, name
 
 
+def test_accumulated_batches_exchange_no_gradients(runs: tuple[Path, Runs]) -> None:
+    _, found = runs
+    for name in BY_TWO:
+        assert found[name]["exchanged"] == [True] * 6, name
+        assert found[f"{name}, two"]["exchanged"] == [False, True, True], name
+
+
 def test_checkpoints_are_those_of_lightning_alone(runs: tuple[Path, Runs]) -> None:
     root, _ = runs
     for name in LAYOUTS:
