@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,14 +48,14 @@ class SlapoStrategy(ScheduledStrategy, DDPStrategy):
                 f"SlapoStrategy has scheduled a {type(self.sch.model).__name__}, and a strategy schedules one module",
                 hint="hold what is trained in one module",
             )
-        self._path = "" if self._path is None else self._path
+        self._path = self._path or ""
         self._schedule(module)
         self._share_scale(self.precision)
-        self._backward_sync_control = _NoSync(self)
+        self._backward_sync_control: Any = self
         return self._over_replicas(module)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let an optimizer of the scheduled module load full states, of which every rank keeps its shards."""
+        """Refuse an optimizer of parameters that steps have replaced."""
         assert self.sch is not None
         live = {id(parameter) for parameter in self.sch.model.parameters()}
         if any(id(parameter) not in live for group in optimizer.param_groups for parameter in group["params"]):
@@ -67,8 +64,6 @@ class SlapoStrategy(ScheduledStrategy, DDPStrategy):
                 hint="model = fabric.setup_module(model); optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3); "
                 "optimizer = fabric.setup_optimizers(optimizer)",
             )
-        load = functools.partial(slapo.load_optimizer_state_dict, self.sch, optimizer)
-        optimizer.load_state_dict = load  # type: ignore[method-assign]
         return optimizer
 
     def clip_gradients_norm(
@@ -90,16 +85,22 @@ class SlapoStrategy(ScheduledStrategy, DDPStrategy):
         """Return the state of all ranks, by the names of the reference model, on the first rank; a collective."""
         return slapo.optimizer_state_dict(self.sch, optimizer, rank0_only=True)  # type: ignore[arg-type]
 
+    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> dict[str, Any]:
+        """Load a checkpoint of any mesh; every rank keeps its shards of weights and optimizers."""
+        if isinstance(state, torch.optim.Optimizer):
+            slapo.load_optimizer_state_dict(self.sch, state, super().load_checkpoint(path, **options))  # type: ignore[arg-type]
+            return {}
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, strict, **options)
+        optimizers = {name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)}
+        others = {name: one for name, one in state.items() if name not in optimizers}
+        rest = super().load_checkpoint(path, others, strict, **options)
+        for name, optimizer in optimizers.items():
+            if strict or name in rest:
+                slapo.load_optimizer_state_dict(self.sch, optimizer, rest.pop(name))  # type: ignore[arg-type]
+        state.update(others)
+        return rest
+
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
-
-
-class _NoSync(_BackwardSyncControl):
-    """Accumulation of gradients without exchange over replicas."""
-
-    def __init__(self, strategy: SlapoStrategy) -> None:
-        self._strategy = strategy
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        return self._strategy._no_sync(module) if enabled else contextlib.nullcontext()

@@ -79,9 +79,10 @@ class ScheduledStrategy:
 
     # -- the ranks ----------------------------------------------------------------------------------------------
 
-    @property
-    def _groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which samples differ, the inner one first."""
+    def _groups(self, given: Any = None) -> list[Any]:
+        """Return the groups over which samples differ, the inner one first; Lightning gives all ranks for none."""
+        if given is not None and given is not dist.group.WORLD:
+            return [given]
         groups = [self._mesh.group(name) for name in ("dp", "dp_replicate")] if self._mesh is not None else []
         return [group for group in groups if group is not None]
 
@@ -94,14 +95,14 @@ class ScheduledStrategy:
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a value over distinct samples, or over a group."""
-        for one in (self._groups if group is None else [group]) if isinstance(tensor, torch.Tensor) else ():
+        for one in self._groups(group) if isinstance(tensor, torch.Tensor) else ():
             tensor = _sync_ddp_if_available(tensor, one, reduce_op=reduce_op)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Gather the values of distinct samples, or of a group, along a new first axis."""
         gathered = tensor[None]
-        for one in self._groups if group is None else [group]:
+        for one in self._groups(group):
             gathered = _all_gather_ddp_if_available(gathered, one, sync_grads).flatten(0, 1)
         return gathered
 
@@ -139,33 +140,35 @@ class ScheduledStrategy:
 
     def _over_replicas(self, module: nn.Module) -> nn.Module:
         """Return the module whose gradients are averaged over ``dp``: wrapped, unless ``fully_shard`` does it."""
-        if isinstance(self.sch.model, FSDPModule) or not self._groups:  # type: ignore[union-attr]
+        groups = self._groups()
+        if isinstance(self.sch.model, FSDPModule) or not groups:  # type: ignore[union-attr]
             return module
-        if len(self._groups) > 1:
+        if len(groups) > 1:
             raise slapo.MeshError(
                 f"no parameter is sharded along 'dp', of whose shards 'dp_replicate' has replicas: mesh {self._mesh}",
                 hint="slapo_core.fully_shard(sch) as the last step; or one dimension 'dp'",
             )
-        device = self.root_device  # type: ignore[attr-defined]
-        devices = None if device.type == "cpu" else [device.index]
-        return DistributedDataParallel(module, device_ids=devices, process_group=self._groups[0], **self._ddp_kwargs)
+        devices = None if self.root_device.type == "cpu" else [self.root_device.index]  # type: ignore[attr-defined]
+        return DistributedDataParallel(module, device_ids=devices, process_group=groups[0], **self._ddp_kwargs)
 
     @contextlib.contextmanager
-    def _no_sync(self, module: Any) -> Iterator[None]:
+    def no_backward_sync(self, module: Any, enabled: bool = True) -> Iterator[None]:
         """Accumulate gradients without exchange over replicas."""
         sharded: Any = self.sch.model  # type: ignore[union-attr]
         with contextlib.ExitStack() as stack:
-            if isinstance(module, DistributedDataParallel):
+            if enabled and isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
-            elif isinstance(sharded, FSDPModule):
+            elif enabled and isinstance(sharded, FSDPModule):
                 sharded.set_requires_gradient_sync(False)
                 stack.callback(sharded.set_requires_gradient_sync, True)
             yield
 
     def _share_scale(self, precision: Any) -> None:
         """Let all ranks skip a step where one of them finds a gradient that is not finite."""
-        if getattr(precision, "scaler", None) is not None and not isinstance(precision.scaler, MeshGradScaler):
+        own = getattr(precision, "scaler", None)
+        if own is not None and own.is_enabled() and not isinstance(own, MeshGradScaler):
             precision.scaler = MeshGradScaler(self.root_device, self._mesh)  # type: ignore[attr-defined]
+            precision.scaler.load_state_dict(own.state_dict())
 
     # -- its state ----------------------------------------------------------------------------------------------
 
@@ -175,8 +178,8 @@ class ScheduledStrategy:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # of shards, which are left out
             own = module.state_dict() if full else {}
         prefix = f"{self._path}." if self._path else ""
-        others = {key: value for key, value in own.items() if not key.startswith(prefix)}
-        return others | {prefix + key: value for key, value in full.items()}
+        own = {key: value for key, value in own.items() if not key.startswith(prefix)}
+        return own | {prefix + key: value for key, value in full.items()}
 
     def _load_state_dict(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Load full tensors, of which every rank keeps its shards; a collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,27 +83,24 @@ class SlapoStrategy(ScheduledStrategy, DDPStrategy):
         super().setup_precision_plugin()
 
     def _clip(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        assert self.sch is not None
+        sch: Any = self.sch
         held = sum(len(group["params"]) for group in optimizer.param_groups)
-        trained = sum(parameter.requires_grad for parameter in self.sch.model.parameters())
+        trained = sum(parameter.requires_grad for parameter in sch.model.parameters())
         if held < trained:
             raise slapo.BuildError(
                 f"Trainer clips the gradients of one optimizer, which holds {held} of {trained} trained parameters",
-                hint="slapo_core.clip_grad_norm_(self.trainer.strategy.sch, 1.0) clips all of them, in "
-                "LightningModule.configure_gradient_clipping",
+                hint="in configure_gradient_clipping: slapo_core.clip_grad_norm_(self.trainer.strategy.sch, 1.0)",
             )
-        slapo.clip_grad_norm_(self.sch, clip_val)
+        slapo.clip_grad_norm_(sch, clip_val)
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         """Accumulate gradients without exchange over replicas."""
-        with self._no_sync(self.model):
-            yield
+        return self.no_backward_sync(self.model)
 
     def _gather_states(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """Gather a state of a metric over distinct samples."""
         states = [state]
-        for one in self._groups if group is None else [group]:
+        for one in self._groups(group):
             states = [theirs for own in states for theirs in gather_all_tensors(own, one)]
         return states
 
