@@ -62,6 +62,7 @@ DISTRIBUTIONS = (
     "slapo-estimate",
     "slapo-fusion",
     "slapo-graph",
+    "slapo-lightning",
     "slapo-loss",
     "slapo-megatron",
     "slapo-models",
