@@ -79,6 +79,7 @@ DISTRIBUTIONS = (
 OWNERS = {
     ("commands", "checkpoint"): "slapo-runtime",
     ("commands", "device"): "slapo-estimate",
+    ("commands", "observe"): "slapo-estimate",
     ("commands", "patterns"): "slapo-graph",
     ("commands", "plugins.check"): "slapo-testing",
     ("commands", "plugins.new"): "slapo-testing",
