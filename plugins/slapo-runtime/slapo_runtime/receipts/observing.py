@@ -53,8 +53,8 @@ def observe(
 
     Of a schedule it runs forward and backward passes; gradients, buffers, modes and random number generators are put
     back. Of an engine it runs ``train_step``, and puts its state back by a checkpoint in a temporary directory, which
-    all ranks must share. A step before the observed ones, and one after them for the time, are not observed. Nothing
-    stays in the model.
+    all ranks must share. Steps before the observed ones (one, of an engine two), and one after them for the time, are
+    not observed. Nothing stays in the model.
 
     Args:
         sch: the schedule, not sealed, or an engine of :func:`slapo_core.build`.
@@ -183,8 +183,8 @@ def _observed(
 ) -> Observation:
     """Run the steps, and merge the ranks: a collective."""
     schedule, seconds = training.schedule, None
-    if not keep:
-        training.step(_fresh(batch), is_first=True)  # which checks the ranks, and makes the state of an optimizer
+    for number in range(0 if keep else training.steps_before):
+        training.step(_fresh(batch), is_first=number == 0)
     with _kernels(training.device) as kernels, watch.watching() as record:
         memory = watch.memory
         position = watch.position
@@ -267,6 +267,8 @@ class _ModelTraining(_Training):
         loss: as for :func:`observe`.
     """
 
+    steps_before = 1  # which checks the ranks
+
     def __init__(self, schedule: Schedule, loss: Callable[[Any, Any], torch.Tensor] | None) -> None:
         super().__init__(schedule)
         self._call, self._has_loss = LossCall(schedule.model, loss), loss is not None
@@ -306,6 +308,8 @@ class _EngineTraining(_Training):
         engine: built.
         schedule: of its model.
     """
+
+    steps_before = 2  # which make the optimizer's state, and the buckets of replicas, of which the second is told
 
     def __init__(self, engine: Any, schedule: Schedule) -> None:
         super().__init__(schedule)
