@@ -57,13 +57,13 @@ def seen(cases: Any) -> dict[str, list[str]]:
 def kept(name: str, engine: Any) -> Any:
     """Keep DeepSpeed from what the plan promises."""
     if name == "no exchange":
-        return mock.patch.object(engine.deepspeed, "allreduce_gradients", lambda *args, **kwargs: None)
+        return mock.patch.object(engine.deepspeed, "allreduce_gradients", return_value=None)
     if name == "another type":
         return mock.patch.object(type(engine.deepspeed), "communication_data_type", torch.bfloat16)
     if name == "no exchange by ZeRO":
-        return mock.patch.object(engine.deepspeed.optimizer, "average_tensor", lambda *args, **kwargs: None)
+        return mock.patch.object(engine.deepspeed.optimizer, "average_tensor", return_value=None)
     if name == "not gathered":
-        return mock.patch("deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups", lambda *args, **kwargs: None)
+        return mock.patch("deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups", return_value=None)
     return mock.patch("deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", own_part)
 
 

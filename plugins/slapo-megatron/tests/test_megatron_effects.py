@@ -74,9 +74,9 @@ def kept(name: str, engine: Any) -> contextlib.AbstractContextManager[Any]:
     """Keep Megatron from what the plan promises."""
     (chunk,) = engine.megatron.chunks
     if name in ("no exchange", "not reduced"):
-        return mock.patch.object(chunk, "finish_grad_sync", lambda *args, **kwargs: None)
+        return mock.patch.object(chunk, "finish_grad_sync", return_value=None)
     if name == "not gathered":
-        return mock.patch.object(chunk, "start_param_sync", lambda *args, **kwargs: None)
+        return mock.patch.object(chunk, "start_param_sync", return_value=None)
     if name == "another type":
         return reduced_in_bfloat16(chunk)
     return exchanged_twice(chunk)

@@ -89,7 +89,8 @@ def test_a_step_without_its_effect_raises_with_its_line() -> None:
         engine.train_step(BATCH)
     error = caught.value
     assert error.record == "#1 reported(False) at '0'"
-    assert error.location == sch.records[0].location and "test_first_step_receipts.py:" in error.location
+    assert error.location == sch.records[0].location
+    assert "test_first_step_receipts.py:" in error.location
     assert error.expected == "1 calls of report"
     assert error.seen.startswith("0 of 1")
     assert any(not torch.equal(before[name], now) for name, now in engine.state_dict().items())
@@ -108,7 +109,9 @@ def test_an_engine_is_known_as_long_as_it_lives() -> None:
     sch = scheduled()
     engine = built(sch)
     known = built_of(engine)
-    assert known is not None and known.schedule is sch and known.plan.target == "torch"
+    assert known is not None
+    assert known.schedule is sch
+    assert known.plan.target == "torch"
     with known.watch().watching() as record:
         engine.train_step(BATCH)
     assert [event.place.record for event in record.happenings] == ["#1 reported() at '0'"]
@@ -116,4 +119,5 @@ def test_an_engine_is_known_as_long_as_it_lives() -> None:
     del engine, known
     gc.collect()
     assert gone() is None
-    assert built_of(object()) is None and built_of([]) is None  # type: ignore[arg-type]
+    assert built_of(object()) is None  # type: ignore[arg-type]
+    assert built_of([]) is None  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
 from slapo_runtime.correspondence.storage import Window
-from slapo_torch.fully_shard import FullyShard, is_reshard, marked_units, repeated_blocks, shared_names, tie, units_of
+from slapo_torch.fully_shard import is_reshard, marked_units, repeated_blocks, shared_names, tie, units_of
 from slapo_torch.precision import OPTIONS as OF_PRECISION, PRESETS, with_islands
 from slapo_torch.private import has_gradient_hooks
 

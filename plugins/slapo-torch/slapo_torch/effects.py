@@ -75,9 +75,7 @@ def _averages(schedule: Schedule, precision: ModelPrecision, options: Mapping[st
 def _of_stages(schedule: Schedule, precision: ModelPrecision, kind: str) -> Iterator[Collective]:
     """Yield the exchange of the parameters of a pipeline rank, at each module with some: a rank has a part of them."""
     read = _computed if kind == "all_gather" else _stored
-    held = {
-        name: one for name, one in schedule.model.named_parameters() if one.requires_grad or kind == "all_gather"
-    }
+    held = {name: one for name, one in schedule.model.named_parameters() if one.requires_grad or kind == "all_gather"}
     dtype = _only({read(precision, name, one) for name, one in held.items()})
     yield from at_modules(Collective(kind, "dp", "step", dtype=dtype), held)
 

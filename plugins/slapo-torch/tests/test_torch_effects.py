@@ -1,4 +1,4 @@
-"""The effects of target torch and of `fully_shard` are seen in a first step, and missing where they are switched off."""
+"""The effects of target torch and of `fully_shard` in a first step: seen, and missing where they are switched off."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def blocks(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))).to(dtype)
 
 
-def scheduled(mesh: dict[str, int] | None, *, marks: bool = False, cuts: bool = False, dtype: Any = torch.float64) -> Any:
+def scheduled(
+    mesh: dict[str, int] | None, *, marks: bool = False, cuts: bool = False, dtype: Any = torch.float64
+) -> Any:
     sch = slapo.create_schedule(blocks(dtype), mesh=mesh, example_inputs=(torch.zeros(4, 8, dtype=dtype),))
     if marks:
         sch["*"].fully_shard()
