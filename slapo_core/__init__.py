@@ -70,6 +70,7 @@ DISTRIBUTIONS = (
     "slapo-testing",
     "slapo-torch",
     "slapo-tp",
+    "slapo-transformers",
     "slapo-tune",
     "slapo-verify",
 )

@@ -42,7 +42,7 @@ class Collective(Effect):
             in a backward pass only where an input of the module requires a gradient. ``"step"``: of a training step.
         times: how often; None: at least once.
         dtype: of the tensors, e.g. ``"bfloat16"``; None: any.
-        bytes: that this rank gives in a training step; None: any.
+        bytes: that this rank gives in a training step, less than twice as many with what else is exchanged; None: any.
     """
 
     kind: str

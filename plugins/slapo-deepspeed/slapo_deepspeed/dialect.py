@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slapo_core import Dialect, Plan, Violation
 from slapo_core.dialect import arguments_as_options
 from slapo_deepspeed.config import NOTES, filled, steps_of
+from slapo_deepspeed.effects import effects_of
 from slapo_runtime.planning import complex_parameters
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class DeepSpeedDialect(Dialect):
                 installed.
         """
         options = filled(schedule, config)
-        return Plan("deepspeed", tuple(steps_of(schedule, options)), options, NOTES)
+        return Plan(
+            "deepspeed", tuple(steps_of(schedule, options)), options, NOTES, tuple(effects_of(schedule, options))
+        )
 
     def build(self, plan: Plan, context: BuildContext) -> Engine:
         if context.stage_ranks:

@@ -135,6 +135,7 @@ def test_a_forward_of_which_nothing_can_be_compiled_is_missing(layer: Callable[[
 def test_code_that_exceeds_the_limit_of_recompilations_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "_MOST_VARIANTS", 3)
     monkeypatch.setattr(compilers, "_LIMIT", dict.fromkeys(compilers._LIMIT, 3))
+
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan, Violation
 from slapo_core.dialect import arguments_as_options
+from slapo_megatron.effects import effects_of
 from slapo_megatron.runtime import MEGATRON, require_device
 from slapo_runtime.planning import complex_parameters
 
@@ -74,7 +75,8 @@ class MegatronDialect(Dialect):
 
         ask = stages_of(schedule, config)
         options = filled(schedule, config, ask)
-        return Plan("megatron", tuple(steps_of(schedule, options, ask)), options, ("arguments", "origins"))
+        steps, effects = tuple(steps_of(schedule, options, ask)), tuple(effects_of(schedule, options))
+        return Plan("megatron", steps, options, ("arguments", "origins"), effects)
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
         """Return the ranks in turn, e.g. ``(0, 1, 0, 1)``, as Megatron's interleaved schedule requires.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.dialect import BuildArguments, Dialect, Plan
+from slapo_core.effects import Collective
 from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
 from slapo_core.layout import Mesh
 from slapo_core.primitive import Violation
@@ -157,6 +158,25 @@ class ScheduleFacts:
         if self.pp > 1:
             return int(options.default(key, self.pp, f"one micro-batch for each of {self.pp} ranks of the pipeline"))
         return int(options.default(key, 1, "nothing is accumulated"))
+
+
+def stage_messages(mesh: Mesh, *, over: str = "pp") -> Iterator[Collective]:
+    """Yield the messages between stages that this rank of a pipeline makes at least, for ``Plan.effects``.
+
+    Args:
+        mesh: of the schedule.
+        over: the mesh dimension of their process group.
+    """
+    if mesh.rank("pp") < mesh.size("pp") - 1:
+        yield Collective("send", over, "step")
+    if mesh.rank("pp") > 0:
+        yield Collective("recv", over, "step")
+
+
+def at_modules(effect: Collective, names: Iterable[str]) -> Iterator[Collective]:
+    """Yield an effect at the module of each parameter: one that a pipeline rank without these modules does not show."""
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        yield replace(effect, at=path)
 
 
 def complex_parameters(schedule: Schedule, runtime: str) -> Iterator[Violation]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
 from slapo_runtime.correspondence.storage import Window
-from slapo_torch.fully_shard import FullyShard, is_reshard, marked_units, repeated_blocks, shared_names, tie, units_of
+from slapo_torch.fully_shard import is_reshard, marked_units, repeated_blocks, shared_names, tie, units_of
 from slapo_torch.precision import OPTIONS as OF_PRECISION, PRESETS, with_islands
 from slapo_torch.private import has_gradient_hooks
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from slapo_core import Mesh, Schedule
     from slapo_runtime.context import BuildContext
@@ -152,7 +154,11 @@ def _check_parameters(schedule: Schedule, *, has_types: bool) -> None:
 def data_steps(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
     """Describe the shards and the exchange of replicas, a line each."""
     mesh = schedule.mesh
+    marked = marked_units(schedule)
     if mesh is None or data_ranks(mesh) == 1:
+        preset = PRESETS.get(options["precision"] or "")
+        if marked and (preset is None or not preset.is_mixed):
+            yield f"fully_shard shards nothing over one rank along 'dp': its marks ({len(marked)} units) have no effect"
         return
     is_cut = mesh.size("pp") > 1
     if options["data_parallel"] == "ddp":
@@ -174,7 +180,7 @@ def data_steps(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield f"{over}: one unit of all parameters"
     yield from _left_to_root(schedule)
-    yield _collectives(schedule, units, options)
+    yield _collectives(schedule, options)
 
 
 def _left_to_root(schedule: Schedule) -> Iterator[str]:
@@ -185,21 +191,50 @@ def _left_to_root(schedule: Schedule) -> Iterator[str]:
             yield f"'{path}' is in the root's unit: its parameter '{names[0]}' is '{names[1]}', too"
 
 
-def _collectives(schedule: Schedule, units: Mapping[str, FullyShard], options: Mapping[str, Any]) -> str:
-    """Count the collectives of a micro-batch and of a step."""
-    rest = {id(parameter) for _, parameter in schedule.model.named_parameters()}
-    gathers = reductions = 0
-    for path in sorted(units, key=lambda path: -path.count(".")):
-        own = [one for one in schedule.model.get_submodule(path).parameters() if id(one) in rest] if path else []
+@dataclass(frozen=True)
+class GatheredUnit:
+    """The parameters that one unit of ``fully_shard`` gathers together.
+
+    Args:
+        parameters: by name in the model; those of inner units are left out.
+        reshard: ``reshard_after_forward``, as it is in effect.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    reshard: bool | int
+
+    @property
+    def is_gathered_again(self) -> bool:
+        """Whether the backward gathers them again."""
+        return self.reshard is not False
+
+
+def gathered_units(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[tuple[str, GatheredUnit]]:
+    """Yield the units with parameters of their own, by path, inner ones first, the root's last.
+
+    Args:
+        schedule: to build.
+        options: of the plan.
+    """
+    units = units_of(schedule, reshard_after_forward=options["reshard_after_forward"])
+    units = with_islands(schedule, units, options)
+    rest = dict(schedule.model.named_parameters())
+    for path in sorted(filter(None, units), key=lambda path: -path.count(".")):
+        own = {name: one for name, one in rest.items() if name.startswith(f"{path}.")}
         if own:
-            rest -= {id(one) for one in own}
-            gathers += 2 if units[path].reshard_after_forward in (None, True) else 1
-            reductions += any(one.requires_grad for one in own)
-    root = [one for one in schedule.model.parameters() if id(one) in rest]
-    if root:
-        keeps = units[""].reshard_after_forward if "" in units else options["reshard_after_forward"]
-        gathers += 2 if keeps is True and "" in units else 1
-        reductions += any(one.requires_grad for one in root)
+            rest = {name: one for name, one in rest.items() if name not in own}
+            reshard = units[path].reshard_after_forward
+            yield path, GatheredUnit(own, True if reshard is None else reshard)
+    if rest:
+        reshard = units[""].reshard_after_forward if "" in units else None
+        yield "", GatheredUnit(rest, False if reshard is None else reshard)
+
+
+def _collectives(schedule: Schedule, options: Mapping[str, Any]) -> str:
+    """Count the collectives of a micro-batch and of a step."""
+    units = [unit for _, unit in gathered_units(schedule, options)]
+    gathers = sum(1 + (unit.reshard is True) for unit in units)
+    reductions = sum(any(one.requires_grad for one in unit.parameters.values()) for unit in units)
     mesh = schedule.mesh
     both = ", each followed by an all-reduce over 'dp_replicate'" if mesh and mesh.size("dp_replicate") > 1 else ""
     return f"a micro-batch gathers {gathers} times over 'dp'; a step reduces gradients {reductions} times{both}"

@@ -16,6 +16,7 @@ from slapo_torch.data_options import (
     is_sharded,
     options_of_replicas,
 )
+from slapo_torch.effects import effects_of
 from slapo_torch.precision import OPTIONS, checked_precision, precision_steps
 from slapo_torch.schedules import schedule_named, schedule_of
 
@@ -112,7 +113,7 @@ class TorchDialect(Dialect):
                 steps.append("one RNG state for the ranks of mesh_dim 'tp': the first rank's")
             steps += data_steps(schedule, options)
         steps += precision_steps(schedule, options)
-        return Plan("torch", tuple(steps), options)
+        return Plan("torch", tuple(steps), options, effects=tuple(effects_of(schedule, options)))
 
     @staticmethod
     def _unknown(name: str, known: Mapping[str, Any], parallel: str, schedule: Schedule, pp: int) -> BuildError:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from slapo_core import BuildError, Edit, Equivalence, Node, Primitive, Schedule, Violation
+from slapo_core.effects import Collective
+
+if TYPE_CHECKING:
+    from slapo_core.effects import Effect
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,16 @@ class FullyShard(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         edit.note("its parameters are gathered and freed together once replicas hold shards of them")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        """Yield the gathering in its forward; a pipeline gathers before it, and one rank along ``dp`` has all."""
+        mesh = node.mesh
+        if mesh is None or mesh.size("dp") == 1 or mesh.size("pp") > 1:
+            return
+        inner = [path for path in marked_units(node.schedule) if path.startswith(f"{node.path}.".lstrip("."))]
+        names = [f"{node.path}.{name}".lstrip(".") for name, _ in node.module.named_parameters()]
+        if not all(any(name.startswith(f"{path}.") for path in inner if path) for name in names):
+            yield Collective("all_gather", "dp", at=node.path)
 
 
 def is_reshard(value: object) -> bool:

@@ -6,12 +6,12 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.effects import Calls, Casts, Collective, Compiled, Effect, NeverAllocates, Recomputes, Replays
 from slapo_core.errors import ApplyError, PathError, SlapoError
-from slapo_core.internals import Internals
+from slapo_core.internals import Internals, forwards, hooks_of
 from slapo_core.primitive import Record
 from slapo_runtime.receipts.watch import ModuleCalls
 
@@ -56,6 +56,8 @@ class Expectation:
         path: of the module that shows it.
         source: as of :class:`Finding`.
         location: as of :class:`Finding`.
+        cause: where a hook or wrapper is not in force any more, which one.
+        can_be_bypassed: whether gradients of the module's parameters come from its own forward, on this rank.
     """
 
     step: Record | None
@@ -63,6 +65,8 @@ class Expectation:
     path: str
     source: str
     location: str = ""
+    cause: str = ""
+    can_be_bypassed: bool = False
 
 
 def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expectation]:
@@ -91,8 +95,28 @@ def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expect
         for effect in _effects(record, node):
             place = node.module if effect.at is None else modules.get(effect.at)
             path = names.get(id(place), effect.at or record.path)
-            found.append(Expectation(record, effect, path, str(record), record.location))
+            found.append(
+                Expectation(record, effect, path, str(record), record.location, _gone(node), _computes_alone(node))
+            )
     return found
+
+
+def _gone(node: Node) -> str:
+    """Say which hook or wrapper of a module's steps its calls do not run; empty if none."""
+    module = node.module
+    registered = [hook for hooks in hooks_of(module).values() for hook in hooks.values()]
+    for _, hook in node.hooks:
+        if hook not in registered:
+            return f"the module has no hook {getattr(hook, '__name__', type(hook).__name__)}"
+    if node.wrappers and not isinstance(module.__dict__.get("forward"), forwards.ModuleForward):
+        return "the module's forward is not the wrapped one"
+    return ""
+
+
+def _computes_alone(node: Node) -> bool:
+    """Return whether no other module, and no other stage, uses the module's parameters."""
+    is_staged = node.mesh is not None and "pp" in node.mesh and node.mesh.size("pp") > 1
+    return not is_staged and all(len(node.ties(name)) == 1 for name in node.parameters)
 
 
 def _effects(record: Record, node: Node) -> list[Effect]:
@@ -139,7 +163,8 @@ def _replaces(later: Record, path: str) -> bool:
 def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
     """Compare effects with a record.
 
-    A module that was not called in the record shows no effects, and its expectations are left out.
+    A module that was not called in the record shows no effects, and its expectations are left out, unless it computed
+    all the same.
     """
     findings = []
     of_runtime: dict[tuple[str, str, str], list[tuple[Expectation, Collective]]] = {}
@@ -149,18 +174,47 @@ def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
             of_runtime.setdefault(key, []).append((one, one.effect))
             continue
         calls = record.calls.get(one.path)
-        if (
-            one.step is not None
-            and (calls is None or not calls.forward)
-            and not _fallbacks(record, one.path, here=True)
-        ):
-            continue
-        seen = _compare(one.effect, one, calls or ModuleCalls(), record)
+        seen: Seen | None = None
+        if one.step is None or (calls is not None and calls.forward) or _fallbacks(record, one.path, here=True):
+            seen = _compare(one.effect, one, calls or ModuleCalls(), record)
+        elif isinstance(one.effect, Collective) and any(call.record == one.source for call in record.collectives):
+            # The graph of a module above has its hooks, and calls of its own.
+            seen = _compare(replace(one.effect, times=None), one, ModuleCalls(1, with_gradient=1), record)
+        elif _is_bypassed(one, record):
+            seen = "no call of the module, which computes", False, _BYPASSED
         if seen is not None:
             words, is_seen, cause = seen
+            cause = cause if is_seen else cause or one.cause
             findings.append(Finding(one.source, one.location, str(one.effect), words, is_seen, cause))
     findings += filter(None, (_exchange(several, record) for several in of_runtime.values()))
     return findings
+
+
+_BYPASSED = "its forward ran past its hooks: call the module, not its forward, and do not read its weight instead"
+
+
+def _is_bypassed(one: Expectation, record: Observed) -> bool:
+    """Return whether a module computed without a call, and nothing of the step was seen."""
+    effect = one.effect
+    if not one.can_be_bypassed or not isinstance(effect, (Calls, Collective)) or _runs_code(record, one.path):
+        return False
+    if any(place.record == one.source for place in record.operators):
+        return False
+    if isinstance(effect, Calls) and effect.name == one.path:  # a graph of a module above has its operations
+        return False
+    if isinstance(effect, Collective):  # in a graph of a module above, which does not tell its steps apart
+        kind = (effect.kind, effect.mesh_dim)
+        seen = [call.module for call in record.collectives if (call.kind, call.mesh_dim) == kind and not call.record]
+    else:
+        seen = [each.place.module for each in record.happenings if each.name == effect.name]
+    if any(_below(module, one.path) for module in seen):
+        return False
+    has_gradient = any(  # of a parameter of its own
+        place.module == one.path and place.phase == "backward" and not place.record for place in record.operators
+    )
+    return has_gradient or any(
+        calls.forward and path != one.path and _below(one.path, path) for path, calls in record.calls.items()
+    )
 
 
 def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -> Finding | None:
@@ -180,15 +234,18 @@ def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -
     made = [
         call
         for call in record.collectives.elements()
-        if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim) and call.dtype not in _COUNTS
+        if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
+        and call.dtype not in _COUNTS
+        and (call.bytes > _NUMBER or call.kind != "all_reduce")
     ]
+    called = {record.calls[""].forward if "" in record.calls else 0, *calls.values()}
     what, cause = f"{effect.kind} over '{effect.mesh_dim}'", ""
     types = Counter(call.dtype for call in made)
     dtypes = {one.dtype for _, one in shown}
     if effect.bytes is not None:
-        wanted, seen = effect.bytes * record.steps, sum(call.bytes for call in made if call.in_passes)
-        expected, words, is_seen = f"{wanted:,} bytes of {what}", f"{seen:,} bytes", seen == wanted
-    elif all(one.times is not None for _, one in shown) and len({calls[""], *calls.values()} - {0}) == 1:
+        wanted, seen = effect.bytes * record.steps, sum(call.bytes for call in made)
+        expected, words, is_seen = f"{wanted:,} bytes of {what}", f"{seen:,} bytes", wanted <= seen < 2 * wanted
+    elif all(one.times is not None for _, one in shown) and len({*called, 0}) == 2:
         counts: Counter[str | None] = Counter()
         for one, each in shown:
             counts[each.dtype] += _times(each, one.path, calls, record)
@@ -201,14 +258,17 @@ def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -
     known = sorted(filter(None, dtypes))
     if known and None not in dtypes:
         expected += f" in {' and '.join(known)}"
-        words += "".join(f", {count} in {dtype}" for dtype, count in sorted(types.items()))
+        shown_types = ", ".join(f"{count} in {dtype}" for dtype, count in sorted(types.items()))
+        words += shown_types and f" ({shown_types})"
         if made and not types.keys() >= set(known):
             is_seen, cause = False, "another type was communicated"
     return Finding(first.source, first.location, expected, words, is_seen, cause)
 
 
-_COUNTS = ("bool", "uint8", "int32", "int64")
+_COUNTS = ("bool", "int32", "int64")
 """Types of what runtimes exchange about tensors, beside the tensors."""
+_NUMBER = 8
+"""Bytes of one number, e.g. a norm, whose sum is no exchange of gradients."""
 
 
 def _times(effect: Collective, path: str, calls: Mapping[str, int], record: Observed) -> int:
@@ -255,14 +315,15 @@ def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed
     per_call = {"forward": calls.forward, "backward": calls.with_gradient, "step": record.steps}[effect.per]
     if not per_call:
         return None
-    same = {
+    own = {
         call: count
         for call, count in record.collectives.items()
-        if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
+        if call.kind == effect.kind
         and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
         and (call.record == one.source or (effect.at is not None and call.module == effect.at))
     }
-    if not same and _runs_code(record, one.path):
+    same = {call: count for call, count in own.items() if call.mesh_dim == effect.mesh_dim}
+    if not own and _runs_code(record, one.path):
         return None
     made = sum(same.values())
     words, is_seen, cause = _counted(made, effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
@@ -273,6 +334,9 @@ def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed
     types = sorted({call.dtype for call in same})
     if effect.dtype is not None and same and types != [effect.dtype]:
         return f"{words} in {', '.join(types)}", False, "another type was communicated"
+    if own and not same:
+        other = next(iter(own))
+        cause = f"it ran over {repr(other.mesh_dim) if other.mesh_dim else f'a group of {other.ranks} ranks'}"
     return words, is_seen, cause
 
 
@@ -297,15 +361,19 @@ def _(effect: Calls, one: Expectation, calls: ModuleCalls, record: Observed) -> 
         words, is_seen, cause = _counted(called.forward, effect.times, calls.forward, f"calls of {effect.name}")
         former = _fallbacks(record, one.path, here=True)
         return words, is_seen and not former, f"{former[0]} runs" if former else cause
+    per_call = calls.forward if effect.per == "forward" else calls.with_gradient
+    if effect.per == "backward" and not (per_call and _has_backward(record, one.path)):
+        return None
     seen = _events(
         record,
         one.path,
-        lambda each: each.event == "call" and each.name == effect.name and each.place.phase == "forward",
+        lambda each: each.event == "call" and each.name == effect.name and each.place.phase == effect.per,
     )
     fallbacks = _fallbacks(record, one.path)
     if not seen and not fallbacks and _runs_code(record, one.path):
         return None
-    words, is_seen, cause = _counted(seen, effect.times, calls.forward, f"calls of {effect.name}")
+    words, is_seen, cause = _counted(seen, effect.times, per_call, f"calls of {effect.name}")
+    is_seen = is_seen or (effect.per == "backward" and 0 < seen <= (effect.times or 1) * per_call)
     if fallbacks:
         return words, False, f"it ran its fallback: {fallbacks[0]}"
     return words, is_seen, cause
@@ -329,7 +397,7 @@ def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed
     if not seen and _needs_no_gradient(calls, one.path, record):
         return None
     cause = "" if seen else "it ran without gradients, or another forward runs"
-    return _counted(seen, None, calls.forward, "recomputed forwards")[:2] + (cause,)
+    return (*_counted(seen, None, calls.forward, "recomputed forwards")[:2], cause)
 
 
 def _needs_no_gradient(calls: ModuleCalls, path: str, record: Observed) -> bool:

@@ -200,7 +200,9 @@ class Watch:
             if path is None and module in self._places.replaced:
                 place = Place(self._places.replaced[module], "", position.phase)
                 self.record.happenings[Happening("fallback", "the module that it replaced", (), place)] += 1
-            if path is None or is_recording():  # nodes of a graph are not calls of the model
+            if is_recording() and position.step != "recording":
+                return position.run_as("recording", run, module, *args, **kwargs)
+            if path is None or position.step == "recording":
                 return run(module, *args, **kwargs)
             if position.step == "optimizer":
                 position.begin("forward")
@@ -228,6 +230,8 @@ class Watch:
         return module_calls_through(count)
 
     def _happened(self, position: PositionTracker, event: str, name: str, facts: Mapping[str, Any]) -> None:
+        if position.step == "recording":
+            return
         place = Place(*position.place)
         self.record.happenings[Happening(event, name, tuple(sorted(facts.items())), place)] += 1
 
@@ -282,7 +286,7 @@ def _rank(schedule: Schedule) -> int:
         return 0
     import torch.distributed as dist
 
-    return dist.get_rank()
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 _PRODUCTS = frozenset(
@@ -347,7 +351,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self._waits:
+        if func in self._waits or self._position.step == "recording":
             return func(*args, **kwargs)
         for kind in types:
             if kind not in _PLAIN:
