@@ -13,7 +13,9 @@ from slapo_runtime.receipts.collectives import CollectiveCall as CollectiveCall
 from slapo_runtime.receipts.memory import Memory as Memory
 
 if TYPE_CHECKING:
+    from slapo_estimate.comparison import Comparison
     from slapo_estimate.device import DeviceSpec
+    from slapo_runtime.receipts.observation import Observation
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,12 @@ class Estimate:
         """Seconds of a step, of the slowest rank; None without a device."""
         times = [kind.time for kind in self.kinds if kind.time is not None]
         return max(times) if times else None
+
+    def beside(self, observation: Observation) -> Comparison:
+        """Return this prediction beside what training steps did; see :meth:`slapo_core.Observation.compare`."""
+        from slapo_estimate.comparison import beside
+
+        return beside(self, observation)
 
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -71,6 +71,7 @@ class PositionTracker:
         self.wrappers: dict[int, str] = {}
         self._kernels = itertools.count(1)
         self._stack: list[CodePosition] = []
+        self._is_again = False  # whether a recomputed forward runs, also without gradients
         self._numbers: list[int] = []
         self._since: list[CodePosition] = []
 
@@ -107,10 +108,12 @@ class PositionTracker:
         if self._stack and self._stack[-1].kernel:
             at = at._replace(kernel=self._stack[-1].kernel)
         self._stack.append(at)
+        is_again, self._is_again = self._is_again, self._is_again or _recomputes()
         self._note()
         try:
             return function(*args, **kwargs)
         finally:
+            self._is_again = is_again
             self._stack.pop()
             self._note()
 
@@ -154,7 +157,7 @@ class PositionTracker:
     def phase(self) -> str:
         """``"forward"``, ``"backward"``, ``"recomputation"`` (of checkpointed modules) or ``"optimizer"``."""
         if current_autograd_node() is not None:
-            return "recomputation" if torch.is_grad_enabled() else "backward"
+            return "recomputation" if self._is_again or torch.is_grad_enabled() else "backward"
         return self.step
 
     @property
@@ -177,7 +180,7 @@ class PositionTracker:
         """Return :attr:`module`, :attr:`record` and :attr:`phase` together."""
         node, step = current_autograd_node(), self.step
         if node is not None:
-            step = "recomputation" if torch.is_grad_enabled() else "backward"
+            step = "recomputation" if self._is_again or torch.is_grad_enabled() else "backward"
         elif step == "optimizer":
             return _OPTIMIZER
         at = self._stack[-1] if self._stack else _MODEL if node is None else self._of(node)
@@ -209,6 +212,10 @@ class PositionTracker:
             return
         self._numbers.append(number)
         self._since.append(at)
+
+
+def _recomputes() -> bool:
+    return current_autograd_node() is not None and torch.is_grad_enabled()
 
 
 @contextmanager

@@ -31,6 +31,7 @@ class Finding:
         seen: in words.
         is_seen: whether it is in effect.
         cause: of a missing one, the likely cause; empty where it is unknown.
+        ranks: on which it is so; empty for all.
     """
 
     source: str
@@ -39,11 +40,13 @@ class Finding:
     seen: str
     is_seen: bool
     cause: str = ""
+    ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         at = f" ({self.location})" if self.location else ""
         why = f"; {self.cause}" if self.cause else ""
-        return f"{self.source or 'no step'}{at}: expected {self.expected}, seen: {self.seen}{why}"
+        where = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return f"{self.source or 'no step'}{at}: expected {self.expected}, seen{where}: {self.seen}{why}"
 
 
 @dataclass(frozen=True)
