@@ -63,6 +63,7 @@ DISTRIBUTIONS = (
     "slapo-estimate",
     "slapo-fusion",
     "slapo-graph",
+    "slapo-lightning",
     "slapo-loss",
     "slapo-megatron",
     "slapo-models",
@@ -80,6 +81,7 @@ DISTRIBUTIONS = (
 OWNERS = {
     ("commands", "checkpoint"): "slapo-runtime",
     ("commands", "device"): "slapo-estimate",
+    ("commands", "observe"): "slapo-estimate",
     ("commands", "patterns"): "slapo-graph",
     ("commands", "plugins.check"): "slapo-testing",
     ("commands", "plugins.new"): "slapo-testing",

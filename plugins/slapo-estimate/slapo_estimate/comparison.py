@@ -25,8 +25,8 @@ class Collectives(NamedTuple):
         bytes: that this rank gives, all together.
     """
 
-    count: int = 0
-    bytes: int = 0
+    count: float = 0
+    bytes: float = 0
 
 
 class CollectiveKind(NamedTuple):
@@ -142,9 +142,9 @@ def _kind(call: CollectiveCall) -> CollectiveKind:
     return CollectiveKind(call.kind, call.mesh_dim, phase, call.dtype)
 
 
-def _per_step(total: int, steps: int) -> int:
-    """Return a whole number, or one that shows that steps differ."""
-    return -(-total // steps)
+def _per_step(total: int, steps: int) -> float:
+    """Return a whole number, unless steps differ."""
+    return total / steps if total % steps else total // steps
 
 
 def _lines(one: RankComparison, *, name: bool) -> Iterator[str]:
@@ -168,4 +168,4 @@ def _lines(one: RankComparison, *, name: bool) -> Iterator[str]:
 
 
 def _shown(one: Collectives) -> str:
-    return f"{one.count}, {format_bytes(one.bytes)}" if one.count else "none"
+    return f"{one.count:g}, {format_bytes(round(one.bytes))}" if one.count else "none"

@@ -53,8 +53,8 @@ def observe(
 
     Of a schedule it runs forward and backward passes; gradients, buffers, modes and random number generators are put
     back. Of an engine it runs ``train_step``, and puts its state back by a checkpoint in a temporary directory, which
-    all ranks must share. A step before the observed ones, and one after them for the time, are not observed. Nothing
-    stays in the model.
+    all ranks must share. Steps before the observed ones (one, of an engine two), and one after them for the time, are
+    not observed. Nothing stays in the model.
 
     Args:
         sch: the schedule, not sealed, or an engine of :func:`slapo_core.build`.
@@ -102,40 +102,51 @@ def observe(
             hint="observe(engine, batch) with the engine of build(); or observe(sch, batch) before seal()",
         )
     if sch.mesh is not None and sch.mesh.is_abstract:
-        return on_declared_ranks(
-            observe_sent, [sch], _on_cpu(batch), {"steps": steps, "loss": loss}, None, what="observe", timeout=timeout
-        )[0]
+        return observe_schedule(sch, batch, {"steps": steps, "loss": loss}, None, timeout=timeout)
     with _rng_put_back(not keep), _ModelState(sch.model).put_back(not keep):
         training = _ModelTraining(sch, loss)
         return _observed(training, Watch(sch, with_memory=True), expectations(sch), batch, steps, keep=keep)
 
 
-def observe_sent(
-    sent: Sequence[Sent],
-    sizes: Mapping[str, int] | None,
+def observe_schedule(
+    schedule: Schedule,
     batch: Any,
     options: Mapping[str, Any],
     build: Mapping[str, Any] | None,
+    *,
+    timeout: float,
 ) -> Observation:
-    """Observe a schedule on a rank of its mesh, in a process of its own.
+    """Observe a schedule or an engine of it, on a declared mesh in processes of its ranks.
 
     Args:
-        sent: the schedule, in a list.
-        sizes: of the mesh.
+        schedule: not sealed; without a declared mesh, ``build`` seals it.
         batch: as for :func:`observe`.
-        options: of :func:`observe`.
+        options: ``steps`` and ``loss`` of :func:`observe`.
         build: arguments of :func:`slapo_core.build`; None for the scheduled model alone.
+        timeout: as for :func:`observe`.
     """
-    schedule = sent[0].schedule(sizes)
+    if schedule.mesh is not None and schedule.mesh.is_abstract:
+        arguments = (_on_cpu(batch), options, build)
+        return on_declared_ranks(_observe_sent, [schedule], *arguments, what="observe", timeout=timeout)[0]
     if build is None:
         return observe(schedule, batch, **options)
     from slapo_runtime.build import build as make
 
     engine = make(schedule, **build)
     try:
-        return observe(engine, batch, **options)
+        return observe(engine, batch, steps=options["steps"])
     finally:
         engine.close()
+
+
+def _observe_sent(
+    sent: Sequence[Sent],
+    sizes: Mapping[str, int],
+    batch: Any,
+    options: Mapping[str, Any],
+    build: Mapping[str, Any] | None,
+) -> Observation:
+    return observe_schedule(sent[0].schedule(sizes), batch, options, build, timeout=0.0)
 
 
 def _observe_engine(engine: Any, batch: Any, *, steps: int, keep: bool, loss: Any) -> Observation:
@@ -172,8 +183,8 @@ def _observed(
 ) -> Observation:
     """Run the steps, and merge the ranks: a collective."""
     schedule, seconds = training.schedule, None
-    if not keep:
-        training.step(_fresh(batch), is_first=True)  # which checks the ranks, and makes the state of an optimizer
+    for number in range(0 if keep else training.steps_before):
+        training.step(_fresh(batch), is_first=number == 0)
     with _kernels(training.device) as kernels, watch.watching() as record:
         memory = watch.memory
         position = watch.position
@@ -256,6 +267,8 @@ class _ModelTraining(_Training):
         loss: as for :func:`observe`.
     """
 
+    steps_before = 1  # which checks the ranks
+
     def __init__(self, schedule: Schedule, loss: Callable[[Any, Any], torch.Tensor] | None) -> None:
         super().__init__(schedule)
         self._call, self._has_loss = LossCall(schedule.model, loss), loss is not None
@@ -295,6 +308,8 @@ class _EngineTraining(_Training):
         engine: built.
         schedule: of its model.
     """
+
+    steps_before = 2  # which make the optimizer's state, and the buckets of replicas, of which the second is told
 
     def __init__(self, engine: Any, schedule: Schedule) -> None:
         super().__init__(schedule)

@@ -249,7 +249,7 @@ def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -
         for call in record.collectives.elements()
         if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
         and call.dtype not in _COUNTS
-        and (call.bytes > _NUMBER or call.kind != "all_reduce")
+        and (call.bytes > _NUMBER or call.kind != "all_reduce" or effect.times is not None)
     ]
     called = {record.calls[""].forward if "" in record.calls else 0, *calls.values()}
     what, cause = f"{effect.kind} over '{effect.mesh_dim}'", ""
