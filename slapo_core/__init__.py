@@ -63,6 +63,7 @@ DISTRIBUTIONS = (
     "slapo-estimate",
     "slapo-fusion",
     "slapo-graph",
+    "slapo-lightning",
     "slapo-loss",
     "slapo-megatron",
     "slapo-models",
@@ -71,6 +72,7 @@ DISTRIBUTIONS = (
     "slapo-testing",
     "slapo-torch",
     "slapo-tp",
+    "slapo-transformers",
     "slapo-tune",
     "slapo-verify",
 )

@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
+    "ONE_KERNEL",
     "PATCHING",
     "Forward",
     "HookKind",
@@ -52,6 +53,9 @@ class Origin(NamedTuple):
     hook: Any
     is_below_root: bool = False
 
+
+ONE_KERNEL = Origin("", "one kernel")
+"""The origin of operations that a compiler makes one kernel of, where they run one by one on fake tensors."""
 
 _attribute: Callable[..., Any] | None = None
 

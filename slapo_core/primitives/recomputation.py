@@ -91,11 +91,11 @@ class Recomputation:
             kept = copied(self._kept, {})
             args = tuple([kept.get(position, value) for position, value in enumerate(args)])
             kwargs = {name: kept.get(name, value) for name, value in kwargs.items()}
-        origin = Origin(self._path, None, is_below_root=True)
+        of_module = Origin(self._path, None, is_below_root=True)  # the backward of another module may ask for it
         if self._state is None:
-            return run_from(origin, forward, module, *args, **kwargs)
+            return run_from(of_module, forward, module, *args, **kwargs)
         with self._state:
-            return run_from(origin, forward, module, *args, **kwargs)
+            return run_from(of_module, forward, module, *args, **kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor, count in self._inputs:

@@ -112,6 +112,11 @@ class Assumptions:
             f"an operation takes max(FLOPs / peak, bytes / bandwidth) of {device.name}, and a launch; a collective "
             "takes the time of a ring without other traffic"
         ] = None
+        if device.type == "cuda":
+            self._found[
+                "a region that fuse() compiles by inductor is one kernel, which reads its inputs and writes its "
+                "results once; what compile() compiles takes the time of uncompiled code"
+            ] = None
 
     def target(self, name: str) -> None:
         """Record the target whose engine takes the step."""

@@ -63,10 +63,12 @@ class Compiler(ABC):
     Attributes:
         name: for ``fuse(compiler=...)``, e.g. ``"inductor"``.
         deprecated: the reason to choose another one, shown as a warning; None if there is none.
+        fuses: whether elementwise operations of a region become one kernel, for estimates of time.
     """
 
     name: ClassVar[str]
     deprecated: ClassVar[str | None] = None
+    fuses: ClassVar[bool] = False
 
     @abstractmethod
     def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
@@ -380,6 +382,7 @@ class Inductor(Compiler):
     """Compile the region by ``torch.compile`` as one graph; sizes that change become symbolic."""
 
     name = "inductor"
+    fuses = True
 
     def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
         rest = dict(options)

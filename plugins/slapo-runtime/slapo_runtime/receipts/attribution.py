@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from bisect import bisect_right
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.internals import forwards, hooks_of, journal, module_calls_through, parameters_of
-from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
+from slapo_core.observers import ONE_KERNEL, PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
 from slapo_runtime.private import backwards_through, current_autograd_node, next_sequence_number, sequence_number
 
 if TYPE_CHECKING:
@@ -33,10 +34,12 @@ class CodePosition(NamedTuple):
     Args:
         module: path of the module.
         record: the step of the schedule that added the code, as in ``str(record)``; empty for the model's own code.
+        kernel: number of the kernel that computes it together with other code; 0 for none.
     """
 
     module: str
     record: str = ""
+    kernel: int = 0
 
 
 _MODEL = CodePosition("")
@@ -66,6 +69,7 @@ class PositionTracker:
         self._owners = {parameter: CodePosition(path) for parameter, path in owners.items()}
         self.hooks: dict[tuple[str, Any], str] = {}
         self.wrappers: dict[int, str] = {}
+        self._kernels = itertools.count(1)
         self._stack: list[CodePosition] = []
         self._is_again = False  # whether a recomputed forward runs, also without gradients
         self._numbers: list[int] = []
@@ -100,7 +104,9 @@ class PositionTracker:
             yield
 
     def run(self, at: CodePosition, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call ``function(*args, **kwargs)`` as code of position ``at``."""
+        """Call ``function(*args, **kwargs)`` as code of position ``at``, in the kernel of its caller."""
+        if self._stack and self._stack[-1].kernel:
+            at = at._replace(kernel=self._stack[-1].kernel)
         self._stack.append(at)
         is_again, self._is_again = self._is_again, self._is_again or _recomputes()
         self._note()
@@ -112,7 +118,9 @@ class PositionTracker:
             self._note()
 
     def _run_from(self, origin: Origin, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a hook inlined in a graph, or code that a wrapper deferred."""
+        """Run a hook inlined in a graph, code that a wrapper deferred, or code that one kernel computes."""
+        if origin is ONE_KERNEL:
+            return self.run(self._now()._replace(kernel=next(self._kernels)), function, *args, **kwargs)
         if origin.is_below_root:
             return self.run(
                 CodePosition(origin.module, self.wrappers.get(id(origin.hook), "")), function, *args, **kwargs
@@ -177,6 +185,11 @@ class PositionTracker:
             return _OPTIMIZER
         at = self._stack[-1] if self._stack else _MODEL if node is None else self._of(node)
         return at.module, at.record, step
+
+    @property
+    def kernel(self) -> int:
+        """Number of the kernel that computes the running code together with other code; 0 for none."""
+        return 0 if self.step == "optimizer" else self._now().kernel
 
     def _now(self) -> CodePosition:
         if self._stack:
