@@ -248,7 +248,7 @@ def test_repeated_compile_and_uncalled_modules_are_refused(message: Messages) ->
 def test_a_function_has_more_variants_than_the_limit_of_torch(
     per_function: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By ``torch.compile(recompile_limit=)``, or where it takes none (before torch 2.13) by its configuration."""
+    """By ``torch.compile(recompile_limit=)``, or where it takes none (torch 2.11) by its configuration."""
     if not per_function:
         monkeypatch.setattr(compilers, "_LIMIT", {})
     elif not compilers._LIMIT:
