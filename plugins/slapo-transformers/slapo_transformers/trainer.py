@@ -90,9 +90,6 @@ class ScheduledTrainerMixin(_Base):
         )
         self._counts: tuple[int, int] | None = None
 
-    def get_tp_size(self) -> int:
-        return 1  # ranks per process of the accelerator, which is a replica
-
     def get_total_train_batch_size(self, args: Any) -> int:
         samples: int = self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
         return samples
@@ -131,9 +128,6 @@ class ScheduledTrainerMixin(_Base):
                 own += parameter.numel()
                 reference += sizes[id(parameter)]
         return own, reference
-
-    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        return False  # the accelerator has the norm of any parameters
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
