@@ -18,7 +18,7 @@ import slapo_core as slapo
 from slapo_core import ArgumentError, Schedule
 from slapo_runtime.state import live_state
 from slapo_transformers.accelerators import attach, check_schedule
-from slapo_transformers.checkpoints import MANIFEST, newest, rng_directory, rng_file, write_manifest
+from slapo_transformers.checkpoints import MANIFEST, newest, rng_directory, rng_file, with_adapter, write_manifest
 from slapo_transformers.refusals import check_arguments
 
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -177,7 +177,10 @@ class ScheduledTrainerMixin(_Base):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        slapo.load_state_dict(self.schedule, resume_from_checkpoint)
+        state: Any = resume_from_checkpoint
+        if hasattr(self.schedule.model, "peft_config"):
+            state = with_adapter(self.schedule, Path(resume_from_checkpoint))
+        slapo.load_state_dict(self.schedule, state)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
