@@ -211,7 +211,9 @@ _BYPASSED = "its forward ran past its hooks: call the module, not its forward, a
 def _is_bypassed(one: Expectation, record: Observed) -> bool:
     """Return whether a module computed without a call, and nothing of the step was seen."""
     effect = one.effect
-    if not one.can_be_bypassed or not isinstance(effect, (Calls, Collective)) or _runs_code(record, one.path):
+    if not one.can_be_bypassed or not isinstance(effect, (Calls, Collective, Recomputes)):
+        return False
+    if _runs_code(record, one.path):
         return False
     if any(place.record == one.source for place in record.operators):
         return False
@@ -222,6 +224,8 @@ def _is_bypassed(one: Expectation, record: Observed) -> bool:
         seen = [call.module for call in record.collectives if (call.kind, call.mesh_dim) == kind and not call.record]
         if any(_below(module, one.path) for module in seen):
             return False
+    if isinstance(effect, Recomputes) and _events(record, one.path, lambda each: each.event == "recomputation"):
+        return False
     has_gradient = any(  # of a parameter of its own
         place.module == one.path and place.phase == "backward" and not place.record for place in record.operators
     )
