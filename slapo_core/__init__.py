@@ -63,6 +63,7 @@ DISTRIBUTIONS = (
     "slapo-estimate",
     "slapo-fusion",
     "slapo-graph",
+    "slapo-lightning",
     "slapo-loss",
     "slapo-megatron",
     "slapo-models",

@@ -45,6 +45,7 @@ VIOLATIONS = {
     "slapo-estimate imports core, runtime only": ("slapo_estimate/__init__.py", "slapo_verify"),
     "slapo-fusion imports core, graph only": ("slapo_fusion/fuse.py", "slapo_testing"),
     "slapo-graph imports core only": ("slapo_graph/__init__.py", "slapo_runtime"),
+    "slapo-lightning imports core, runtime, torch only": ("slapo_lightning/__init__.py", "slapo_tp"),
     "slapo-loss imports core only": ("slapo_loss/__init__.py", "slapo_graph"),
     "slapo-megatron imports core, runtime only": ("slapo_megatron/__init__.py", "slapo_tp"),
     "slapo-models imports core, graph, estimate only": ("slapo_models/__init__.py", "slapo_tp"),

@@ -194,6 +194,9 @@ class _Build:
         agree(world, schedule, arguments, plan, source, values.reference)
         stage_ranks = self._place(target, plan, values)
         built = None if simulates else Built.before(schedule, plan)
+        if built is not None and receipts:
+            with world.together("asking the steps for their effects"):
+                _ = built.expected  # raises the error of a step
         try:
             with synchronized_rng(world, schedule.mesh):
                 if not target.dialect.takes_tensors:

@@ -111,7 +111,7 @@ class TorchDialect(Dialect):
             ]
             if mesh.size("tp") > 1:
                 steps.append("one RNG state for the ranks of mesh_dim 'tp': the first rank's")
-            steps += data_steps(schedule, options)
+        steps += data_steps(schedule, options)
         steps += precision_steps(schedule, options)
         return Plan("torch", tuple(steps), options, effects=tuple(effects_of(schedule, options)))
 

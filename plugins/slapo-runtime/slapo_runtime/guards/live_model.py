@@ -28,6 +28,7 @@ from slapo_runtime.guards.wrappers import (
     described,
     is_plain,
     refuse_copies,
+    refuse_unaware_host,
     right_wrapper,
     wrong_wrapper,
 )
@@ -287,6 +288,7 @@ class Guards:
         dims = [name for name in mesh.sizes if name in self._dims]
         if not dims:
             return
+        refuse_unaware_host(model, self._names, dims)
         with World(mesh, over=dims) as world:
             for found in world.gather(wrong_wrapper(model, self._names, dims, mesh)):
                 if found is not None:
@@ -320,6 +322,7 @@ class Guards:
         """Check RNG and batch before the first evaluation, e.g. ``generate(do_sample=True)``."""
         self._find(model)
         if not self._has_evaluated and "tp" in self._dims:
+            refuse_unaware_host(model, self._names, ["tp"])
             self._has_evaluated = True
             with World(mesh, over="tp") as replica:
                 synchronize_and_warn(replica, "differs", stacklevel=7)

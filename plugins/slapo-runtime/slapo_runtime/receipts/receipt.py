@@ -96,6 +96,8 @@ def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expect
         except PathError:  # a later step took the module out
             continue
         for effect in _effects(record, node):
+            if isinstance(effect, Collective) and effect.per == "step" and not by_runtime:
+                continue
             place = node.module if effect.at is None else modules.get(effect.at)
             path = names.get(id(place), effect.at or record.path)
             found.append(
@@ -183,6 +185,8 @@ def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
         elif isinstance(one.effect, Collective) and any(call.record == one.source for call in record.collectives):
             # The graph of a module above has its hooks, and calls of its own.
             seen = _compare(replace(one.effect, times=None), one, ModuleCalls(1, with_gradient=1), record)
+        elif isinstance(one.effect, Calls) and (graph := _graph_with(one.effect.name, one.path, record)) is not None:
+            seen = f"calls of {one.effect.name} in the graph of '{graph}'", True, ""
         elif _is_bypassed(one, record):
             seen = "no call of the module, which computes", False, _BYPASSED
         if seen is not None:
@@ -191,6 +195,14 @@ def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
             findings.append(Finding(one.source, one.location, str(one.effect), words, is_seen, cause))
     findings += filter(None, (_exchange(several, record) for several in of_runtime.values()))
     return findings
+
+
+def _graph_with(name: str, path: str, record: Observed) -> str | None:
+    """Return the module above an uncalled one whose graph made a call of this name; None if there is none."""
+    for each in record.happenings:
+        if each.event == "call" and each.name == name and _below(each.place.module, path):
+            return each.place.module
+    return None
 
 
 _BYPASSED = "its forward ran past its hooks: call the module, not its forward, and do not read its weight instead"
@@ -208,10 +220,8 @@ def _is_bypassed(one: Expectation, record: Observed) -> bool:
     if isinstance(effect, Collective):  # in a graph of a module above, which does not tell its steps apart
         kind = (effect.kind, effect.mesh_dim)
         seen = [call.module for call in record.collectives if (call.kind, call.mesh_dim) == kind and not call.record]
-    else:
-        seen = [each.place.module for each in record.happenings if each.name == effect.name]
-    if any(_below(module, one.path) for module in seen):
-        return False
+        if any(_below(module, one.path) for module in seen):
+            return False
     has_gradient = any(  # of a parameter of its own
         place.module == one.path and place.phase == "backward" and not place.record for place in record.operators
     )
@@ -239,7 +249,7 @@ def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -
         for call in record.collectives.elements()
         if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
         and call.dtype not in _COUNTS
-        and (call.bytes > _NUMBER or call.kind != "all_reduce")
+        and (call.bytes > _NUMBER or call.kind != "all_reduce" or effect.times is not None)
     ]
     called = {record.calls[""].forward if "" in record.calls else 0, *calls.values()}
     what, cause = f"{effect.kind} over '{effect.mesh_dim}'", ""
@@ -323,9 +333,14 @@ def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed
         for call, count in record.collectives.items()
         if call.kind == effect.kind
         and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
-        and (call.record == one.source or (effect.at is not None and call.module == effect.at))
+        and (call.record == one.source or _is_message(effect) or effect.at == call.module)
     }
-    same = {call: count for call, count in own.items() if call.mesh_dim == effect.mesh_dim}
+    same = {
+        call: count
+        for call, count in own.items()
+        if call.mesh_dim == effect.mesh_dim
+        or (_is_message(effect) and effect.mesh_dim in call.mesh_dim.split("_"))  # of a group of more ranks
+    }
     if not own and _runs_code(record, one.path):
         return None
     made = sum(same.values())
@@ -341,6 +356,11 @@ def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed
         other = next(iter(own))
         cause = f"it ran over {repr(other.mesh_dim) if other.mesh_dim else f'a group of {other.ranks} ranks'}"
     return words, is_seen, cause
+
+
+def _is_message(effect: Collective) -> bool:
+    """Return whether a runtime sends or receives for a step, between code of modules."""
+    return effect.kind in ("send", "recv")
 
 
 def _within(one: Expectation, place: Place) -> bool:
@@ -399,6 +419,8 @@ def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed
         seen = sum(count for each, count in again.items() if not each.name and _below(one.path, each.place.module))
     if not seen and _needs_no_gradient(calls, one.path, record):
         return None
+    if not seen and any(each.name and each.name != one.path and _below(one.path, each.name) for each in again):
+        return None  # a checkpoint below keeps all that this one would
     cause = "" if seen else "it ran without gradients, or another forward runs"
     return (*_counted(seen, None, calls.forward, "recomputed forwards")[:2], cause)
 
@@ -457,8 +479,8 @@ def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Obse
         each
         for (place, features), each in record.largest.items()
         if features == effect.features
-        and (place.record == one.source or _below(one.path, place.module))
-        and math.prod(each.shape) >= calls.rows * features
+        and _below(one.path, place.module)
+        and math.prod(each.shape) > (calls.rows - 1 if effect.rows is None else effect.rows) * features
         and each.dtype in ("float64", "float32", "bfloat16", "float16")
     ]
     if not large:

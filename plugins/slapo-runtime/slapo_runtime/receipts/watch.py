@@ -377,7 +377,7 @@ class Operations(TorchDispatchMode):
 
     def _note(self, operation: _Operation, result: Any, args: Any) -> None:
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if not _has_strides(leaf) or isinstance(leaf, FakeTensor):
+            if not _has_strides(leaf) or leaf.is_meta or isinstance(leaf, FakeTensor):
                 continue
             shape, dtype = leaf.shape, leaf.dtype
             size = leaf.nbytes
