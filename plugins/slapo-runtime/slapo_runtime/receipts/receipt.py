@@ -496,14 +496,19 @@ def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Obse
 def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[Finding]:
     """Yield collectives over the mesh in passes of the model that no step made.
 
-    A runtime's own mesh dimensions, those of its effects, are left out.
+    A runtime's own mesh dimensions, those of its effects, are left out. Compiled code does not tell whose its
+    collectives are: there, steps below the module that expect any over the mesh dimension explain them.
     """
-    known = {one.effect.mesh_dim for one in expected if isinstance(one.effect, Collective) and one.step is None}
+    effects = [(one, one.effect.mesh_dim) for one in expected if isinstance(one.effect, Collective)]
+    known = {mesh_dim for one, mesh_dim in effects if one.step is None}
     found: dict[tuple[str, str, str], int] = {}
     for call, count in record.collectives.items():
         if call.mesh_dim and call.in_passes and not call.record and call.mesh_dim not in known:
             key = (call.kind, call.mesh_dim, call.module)
             found[key] = found.get(key, 0) + count
     for (kind, mesh_dim, module), count in found.items():
+        is_compiled = _runs_code(record, module)
+        if is_compiled and any(each == mesh_dim and _below(module, one.path) for one, each in effects):
+            continue
         seen_there = f"{count} {kind} over '{mesh_dim}' in '{module}'"
         yield Finding("", "", "no collective that neither a step nor the runtime makes", seen_there, False)
