@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,6 +124,9 @@ def observe(
     except SlapoError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    except Exception as error:
+        traceback.print_exc()  # of the user's code
+        raise typer.Exit(2) from error
     if as_json:
         print_json({**found.to_json(), **({} if comparison is None else {"estimate": comparison.to_json()})})
     else:

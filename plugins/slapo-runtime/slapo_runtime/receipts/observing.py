@@ -18,7 +18,7 @@ from torch import nn
 from slapo_core.errors import ArgumentError, BuildError, SealedError
 from slapo_core.internals import buffers_of
 from slapo_core.observers import withheld
-from slapo_runtime.batches import in_mode
+from slapo_runtime.batches import bound_batch, in_mode
 from slapo_runtime.declared_ranks import on_declared_ranks
 from slapo_runtime.losses import LossCall
 from slapo_runtime.private import tree_leaves, tree_map_only
@@ -104,6 +104,7 @@ def observe(
     if sch.mesh is not None and sch.mesh.is_abstract:
         return observe_schedule(sch, batch, {"steps": steps, "loss": loss}, None, timeout=timeout)
     with _rng_put_back(not keep), _ModelState(sch.model).put_back(not keep):
+        bound_batch(sch.model, batch, for_loss=loss is not None)
         training = _ModelTraining(sch, loss)
         return _observed(training, Watch(sch, with_memory=True), expectations(sch), batch, steps, keep=keep)
 
