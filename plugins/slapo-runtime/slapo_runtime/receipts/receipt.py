@@ -179,7 +179,7 @@ def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -
 _COUNTS = ("bool", "int32", "int64")
 """Types of what runtimes exchange about tensors, beside the tensors."""
 _NUMBER = 8
-"""Bytes of one number, e.g. a norm, whose sum is no exchange of gradients."""
+"""Bytes of one number, e.g. of a norm; its sum over ranks does not exchange gradients."""
 
 
 def _times(effect: Collective, path: str, calls: Mapping[str, int], record: Observed) -> int:
