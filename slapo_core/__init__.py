@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from slapo_graph.protocol import Tracer as Tracer
     from slapo_runtime.build import build as build
     from slapo_runtime.context import BuildContext as BuildContext
-    from slapo_runtime.receipts.observing import Observation as Observation, observe as observe
+    from slapo_runtime.receipts.observation import Observation as Observation
+    from slapo_runtime.receipts.observing import observe as observe
     from slapo_runtime.stages import stages as stages
     from slapo_runtime.weights.live import (
         clip_grad_norm_ as clip_grad_norm_,
@@ -62,6 +63,7 @@ DISTRIBUTIONS = (
     "slapo-estimate",
     "slapo-fusion",
     "slapo-graph",
+    "slapo-lightning",
     "slapo-loss",
     "slapo-megatron",
     "slapo-models",
@@ -70,6 +72,7 @@ DISTRIBUTIONS = (
     "slapo-testing",
     "slapo-torch",
     "slapo-tp",
+    "slapo-transformers",
     "slapo-tune",
     "slapo-verify",
 )
@@ -78,6 +81,7 @@ DISTRIBUTIONS = (
 OWNERS = {
     ("commands", "checkpoint"): "slapo-runtime",
     ("commands", "device"): "slapo-estimate",
+    ("commands", "observe"): "slapo-estimate",
     ("commands", "patterns"): "slapo-graph",
     ("commands", "plugins.check"): "slapo-testing",
     ("commands", "plugins.new"): "slapo-testing",
@@ -123,7 +127,8 @@ _NAMES = {
     "slapo_graph.protocol": ("Tracer",),
     "slapo_runtime.build": ("build",),
     "slapo_runtime.context": ("BuildContext",),
-    "slapo_runtime.receipts.observing": ("Observation", "observe"),
+    "slapo_runtime.receipts.observation": ("Observation",),
+    "slapo_runtime.receipts.observing": ("observe",),
     "slapo_runtime.stages": ("stages",),
     "slapo_runtime.weights.live": (
         "clip_grad_norm_",

@@ -39,7 +39,8 @@ class Collective(Effect):
             or ``"recv"``.
         mesh_dim: e.g. ``"tp"``; of several dimensions together ``"dp_replicate_dp"``.
         per: of ``"forward"`` and ``"backward"`` the counts are those of one call of the module, without recomputation;
-            in a backward pass only where an input of the module requires a gradient. ``"step"``: of a training step.
+            in a backward pass only where an input of the module requires a gradient. ``"step"``: of a training step
+            of an engine; a step of the schedule shows it only there.
         times: how often; None: at least once.
         dtype: of the tensors, e.g. ``"bfloat16"``; None: any.
         bytes: that this rank gives in a training step, less than twice as many with what else is exchanged; None: any.
@@ -138,11 +139,13 @@ class NeverAllocates(Effect):
     """The absence of a large tensor from the step's own computation.
 
     Args:
-        features: elements of the last axis; a floating-point tensor with as many, for all rows of the module's input,
-            is one that should not exist.
+        features: elements of the last axis of the floating-point tensors that should not exist.
+        rows: the most rows that one may have; None: fewer than the module's input.
     """
 
     features: int
+    rows: int | None = None
 
     def __str__(self) -> str:
-        return f"no tensor of all rows with {self.features:,} features"
+        rows = "all rows" if self.rows is None else f"more than {self.rows:,} rows"
+        return f"no tensor of {rows} with {self.features:,} features"

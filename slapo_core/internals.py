@@ -35,7 +35,7 @@ from slapo_core.schedule.scheduled_copy import ScheduledCopy
 from slapo_core.schedule.transaction import Step
 from slapo_core.tree import copies, forward as forwards, index as module_index, journal
 from slapo_core.tree.edit import Edit
-from slapo_core.tree.render import describe
+from slapo_core.tree.render import describe, fold_numbers, fold_paths
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ __all__ = [
     "copies",
     "describe",
     "find_function",
+    "fold_numbers",
+    "fold_paths",
     "forwards",
     "hooks_of",
     "is_data_pointer_error",

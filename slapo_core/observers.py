@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
+    "ONE_KERNEL",
     "PATCHING",
     "Forward",
     "HookKind",
@@ -53,6 +54,9 @@ class Origin(NamedTuple):
     is_below_root: bool = False
 
 
+ONE_KERNEL = Origin("", "one kernel")
+"""The origin of operations that a compiler makes one kernel of, where they run one by one on fake tensors."""
+
 _attribute: Callable[..., Any] | None = None
 
 
@@ -67,11 +71,23 @@ def run_from(origin: Origin | None, function: Callable[..., Any], *args: Any, **
 def attributed(attribute: Callable[..., Any]) -> Iterator[None]:
     """Let ``attribute(origin, function, *args, **kwargs)`` make the calls of `run_from` in a block."""
     global _attribute
-    before, _attribute = _attribute, attribute
+    before = _attribute
+    _attribute = attribute if before is None else functools.partial(_attribute_twice, attribute, before)
     try:
         yield
     finally:
         _attribute = before
+
+
+def _attribute_twice(
+    inner: Callable[..., Any],
+    outer: Callable[..., Any],
+    origin: Origin,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return inner(origin, functools.partial(outer, origin, function), *args, **kwargs)
 
 
 Event = Literal["call", "fallback", "compiled", "replay", "recomputation", "unseen"]
@@ -98,11 +114,17 @@ def happened(event: Event, name: str = "", **facts: Any) -> None:
 def watched(watch: Callable[..., None]) -> Iterator[None]:
     """Let ``watch(event, name, **facts)`` get the events of :func:`happened` in a block."""
     global _watch
-    before, _watch = _watch, watch
+    before = _watch
+    _watch = watch if before is None else functools.partial(_watch_twice, watch, before)
     try:
         yield
     finally:
         _watch = before
+
+
+def _watch_twice(inner: Callable[..., None], outer: Callable[..., None], event: Event, name: str, **facts: Any) -> None:
+    inner(event, name, **facts)
+    outer(event, name, **facts)
 
 
 def is_observed() -> bool:

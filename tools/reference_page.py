@@ -104,6 +104,7 @@ _DISTRIBUTIONS = (
     "slapo-deepspeed",
     "slapo-fusion",
     "slapo-graph",
+    "slapo-lightning",
     "slapo-loss",
     "slapo-megatron",
     "slapo-models",

@@ -23,9 +23,21 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if sys.stdout.isatty():
         _print_rich(columns, rows)
         return
+    print("\n".join(table_lines(columns, rows)))
+
+
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table as aligned plain text.
+
+    Args:
+        columns: the headings.
+        rows: one text a column.
+    """
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in (columns, *rows)
+    ]
 
 
 def _one_line(text: str) -> str:

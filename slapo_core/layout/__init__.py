@@ -1,6 +1,15 @@
 """Layouts of sharded tensors over a device mesh, meshes, and the devices of this process."""
 
-from slapo_core.layout.devices import accelerator, device_of, fork_rng, start_single_process_group, type_of_ranks
+from slapo_core.layout.devices import (
+    accelerator,
+    device_of,
+    fork_rng,
+    is_simulated,
+    kernel_device,
+    simulated_device,
+    start_single_process_group,
+    type_of_ranks,
+)
 from slapo_core.layout.mesh import DATA_DIMS, MESH_DIMS, Mesh, check_sizes, declare_mesh
 from slapo_core.layout.sharding import Layout, ShardRange
 
@@ -15,6 +24,9 @@ __all__ = [
     "declare_mesh",
     "device_of",
     "fork_rng",
+    "is_simulated",
+    "kernel_device",
+    "simulated_device",
     "start_single_process_group",
     "type_of_ranks",
 ]

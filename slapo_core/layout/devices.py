@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+_simulated: torch.device | None = None
 
 
 def accelerator() -> torch.device | None:
@@ -36,6 +39,29 @@ def type_of_ranks() -> str:
     backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
     own = backends.get(kind.type) if kind is not None else None
     return "cpu" if kind is None or own in (None, "gloo", "mpi", "fake") else kind.type
+
+
+def kernel_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device by which to choose a tensor's kernels: its own, or the one that is simulated."""
+    return tensor.device if _simulated is None else _simulated
+
+
+def is_simulated() -> bool:
+    """Return whether `kernel_device` returns a device that this process may lack."""
+    return _simulated is not None
+
+
+@contextmanager
+def simulated_device(kind: str) -> Iterator[None]:
+    """Let fake tensors on the CPU take the kernels of another type of device in a block."""
+    import torch
+
+    global _simulated
+    before, _simulated = _simulated, torch.device(kind)
+    try:
+        yield
+    finally:
+        _simulated = before
 
 
 def fork_rng() -> AbstractContextManager[None]:

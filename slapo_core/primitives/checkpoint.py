@@ -90,13 +90,10 @@ class Checkpoint(Primitive):
     def effects(self, node: Node) -> Iterator[Effect]:
         from slapo_core.effects import Recomputes
 
-        if not any(parameter.requires_grad for parameter in node.module.parameters()):
-            return  # there may be nothing to recompute
         if self.match is None:
             yield Recomputes()
-            return
-        for effect in self.match.effects(node):
-            yield Recomputes(at=effect.at)
+        else:
+            yield from (Recomputes(at=effect.at) for effect in self.match.effects(node))
 
 
 def checkpoints(node: Node) -> bool:

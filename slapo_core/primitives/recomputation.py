@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_core.errors import InputError
-from slapo_core.observers import Forward, happened
+from slapo_core.observers import Forward, Origin, happened, run_from
 from slapo_core.private import MODULE_ATTRIBUTES, buffers_of, children_of, non_persistent_buffers_of, write_count
 
 _ATOMS = frozenset(
@@ -91,10 +91,11 @@ class Recomputation:
             kept = copied(self._kept, {})
             args = tuple([kept.get(position, value) for position, value in enumerate(args)])
             kwargs = {name: kept.get(name, value) for name, value in kwargs.items()}
+        of_module = Origin(self._path, None, is_below_root=True)  # the backward of another module may ask for it
         if self._state is None:
-            return forward(module, *args, **kwargs)
+            return run_from(of_module, forward, module, *args, **kwargs)
         with self._state:
-            return forward(module, *args, **kwargs)
+            return run_from(of_module, forward, module, *args, **kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor, count in self._inputs:

@@ -138,14 +138,15 @@ def explain_records(records: Sequence[Record]) -> str:
         numbers = fold_numbers([record.index for record in same])
         times = f" (x {len(same)})" if len(same) > 1 else ""
         lines.append(
-            f"#{numbers} {first.primitive} at {_where([record.path for record in same])}{times}"
+            f"#{numbers} {first.primitive} at {fold_paths([record.path for record in same])}{times}"
             f"  [{first.name}, {first.distribution} {first.version}]  {first.location}"
         )
         lines.extend(f"    {effect}" for effect in first.edits)
     return "\n".join(lines)
 
 
-def _where(paths: list[str]) -> str:
+def fold_paths(paths: Sequence[str]) -> str:
+    """Format paths of equal steps: ``"'layer.{0-5}.output'"``; each by itself where they are no such range."""
     if len(paths) == 1:
         return place(paths[0])
     levels = list(zip(*(path.split(".") for path in paths), strict=True))

@@ -45,6 +45,7 @@ VIOLATIONS = {
     "slapo-estimate imports core, runtime only": ("slapo_estimate/__init__.py", "slapo_verify"),
     "slapo-fusion imports core, graph only": ("slapo_fusion/fuse.py", "slapo_testing"),
     "slapo-graph imports core only": ("slapo_graph/__init__.py", "slapo_runtime"),
+    "slapo-lightning imports core, runtime, torch only": ("slapo_lightning/__init__.py", "slapo_tp"),
     "slapo-loss imports core only": ("slapo_loss/__init__.py", "slapo_graph"),
     "slapo-megatron imports core, runtime only": ("slapo_megatron/__init__.py", "slapo_tp"),
     "slapo-models imports core, graph, estimate only": ("slapo_models/__init__.py", "slapo_tp"),
@@ -65,6 +66,7 @@ VIOLATIONS = {
         "slapo_tp/shard.py",
         "slapo_core.tree",
     ),
+    "slapo-transformers imports core, runtime, torch only": ("slapo_transformers/trainer.py", "slapo_tp"),
     "target torch imports what any dialect may": ("slapo_torch/engine.py", "slapo_runtime.weights"),
     "no circle between the modules of a folder": ("slapo_tp/shard.py", "slapo_tp.sync"),
 }

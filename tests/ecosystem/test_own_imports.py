@@ -9,8 +9,8 @@ from slapo_testing.conformance import check_plugin
 
 pytestmark = pytest.mark.slow
 _FURTHER = (
-    "slapo-core", "slapo-deepspeed", "slapo-fusion", "slapo-graph", "slapo-loss", "slapo-megatron", "slapo-pipeline",
-    "slapo-runtime", "slapo-testing", "slapo-torch", "slapo-tp", "slapo-tune",
+    "slapo-core", "slapo-deepspeed", "slapo-fusion", "slapo-graph", "slapo-lightning", "slapo-loss", "slapo-megatron",
+    "slapo-pipeline", "slapo-runtime", "slapo-testing", "slapo-torch", "slapo-tp", "slapo-tune",
 )  # fmt: skip
 
 

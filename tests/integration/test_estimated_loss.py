@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import slapo_models
 import slapo_tune
 from slapo_core.errors import FitError
 from slapo_estimate.device import DeviceSpec, Link
+from slapo_estimate.results import RankEstimate
+from slapo_estimate.simulation import RankResult, Request, simulate
+from slapo_estimate.source import Functions
 from slapo_runtime.launcher import run_ranks
 
 from .test_estimated_targets import adamw, counted
@@ -130,6 +134,41 @@ def test_a_search_chooses_the_loss_that_fits(tmp_path: Path) -> None:
         ("gathered", "over_memory"),
         ("small chunks", "ok"),
     ]
+
+
+def half_model() -> nn.Module:
+    return model().bfloat16()
+
+
+def in_chunks(sch: slapo.Schedule, tokens: int | None) -> None:
+    if tokens != 0:
+        sch["lm_head"].linear_cross_entropy(chunk=tokens)
+
+
+def on(device: DeviceSpec, tokens: int | None) -> RankEstimate:
+    """Estimate the loss in chunks of so many tokens, or plain if there are none, on one rank."""
+    source = Functions(half_model, in_chunks, (tokens,))
+    found = simulate(Request(source, None, 0, (0,), batch(), adamw, None, device))
+    assert isinstance(found, RankResult)
+    return found.estimate
+
+
+def test_chunks_of_a_gpu_take_its_kernels() -> None:
+    """Products of bfloat16 summed in float32, and a softmax in place, where a CPU casts to float32 before."""
+    rates = {"bfloat16": 1e12, "float32": 1e9}
+    products = DeviceSpec("a GPU", rates, bandwidth=1e30, launch=0.0, type="cuda")
+    moves = dataclasses.replace(products, flops=dict.fromkeys(rates, 1e30), bandwidth=1e9)
+    plain, chunked, whole = (on(products, tokens) for tokens in (0, CHUNK, None))
+    assert plain.flops == chunked.flops == whole.flops
+    assert chunked.time == pytest.approx(plain.time)
+    assert whole.time == pytest.approx(plain.time)
+    assert on(moves, None).time < on(moves, 0).time  # type: ignore[operator]
+    logits = 4096 * 2  # bytes of a row, aligned; without chunk= a GPU has all rows at a time, and no sums in float32
+    rest = (TOKENS - 8 - CHUNK) * logits - (WORDS + 1) // 2 * CONFIG["hidden_size"] * 4
+    assert whole.memory.activations - chunked.memory.activations == pytest.approx(rest, rel=0.05)
+    on_cpu = on(dataclasses.replace(products, type="cpu"), CHUNK)
+    assert on_cpu.flops == plain.flops
+    assert on_cpu.time > 100 * plain.time  # type: ignore[operator]
 
 
 @pytest.mark.ranks

@@ -218,7 +218,7 @@ def estimate(
         raise typer.BadParameter("required, e.g. --batch input_ids=4x512:int64", param_hint="--batch")
     sys.path.insert(0, str(Path.cwd()))
     make_model = find(model, "MODULE:MODEL_FN")
-    apply = _no_steps if schedule is None else find(schedule, "--schedule")
+    apply = no_steps if schedule is None else find(schedule, "--schedule")
     compute_loss = None if loss is None else find(loss, "--loss")
     inputs, factory = batch_of(batch), optimizer_of(optimizer)
     options: dict[str, Any] = {} if microbatches is None else {"microbatches": microbatches}
@@ -249,7 +249,7 @@ def estimate(
         raise typer.Exit(1)
 
 
-def _no_steps(schedule: object) -> None:
+def no_steps(schedule: object) -> None:
     """Leave the model unchanged."""
 
 

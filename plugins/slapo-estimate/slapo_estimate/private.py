@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -29,20 +29,27 @@ from torch.utils._pytree import (
 )
 from torch.utils.flop_counter import flop_registry
 
-from slapo_core.observers import PATCHING
+from slapo_core.layout import simulated_device
+from slapo_core.observers import ONE_KERNEL, PATCHING, run_from
 
 
 @contextmanager
-def attention_of_cuda() -> Iterator[None]:
-    """Run attention of fake tensors on the CPU as CUDA's memory-efficient operator.
+def kernels_of_cuda() -> Iterator[None]:
+    """Run fake tensors on the CPU by the kernels of CUDA where they differ.
 
-    Arguments that this operator refuses (not four axes, float64, grouped queries) keep the operator of the CPU.
-    FlashAttention keeps and computes the same.
+    Attention is CUDA's memory-efficient operator; arguments that it refuses (not four axes, float64, grouped queries)
+    keep the operator of the CPU. FlashAttention keeps and computes the same. A root mean square norm is one kernel. The
+    others are those of `slapo_core.layout.kernel_device`.
     """
     overrides = torch.library.Library("aten", "IMPL")
     overrides.impl("scaled_dot_product_attention", _memory_efficient, "AutogradCPU")
+    composite = torch.ops.aten.rms_norm.default.decompose
+    overrides.impl("rms_norm", partial(run_from, ONE_KERNEL, composite), "AutogradCPU")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", "Meta"):  # torch 2.11
+        overrides.impl("addmm.dtype_out", lambda *_, out, **__: out, "Meta")
     try:
-        yield
+        with simulated_device("cuda"):
+            yield
     finally:
         overrides._destroy()
 
@@ -167,8 +174,11 @@ ATTENTION_BACKWARD = (
 
 MATRIX_PRODUCTS = (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm, torch.ops.aten._int_mm)
 
-ADDED_PRODUCT = torch.ops.aten._addmm_activation
-"""Operators without a formula in ``flop_formulas``."""
+ADDED_PRODUCTS = (
+    *(torch.ops.aten._addmm_activation, torch.ops.aten.addbmm, torch.ops.aten.addbmm_),
+    *(torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.baddbmm, torch.ops.aten.baddbmm_),
+)
+"""Operators without a formula in ``flop_formulas``, or with one that refuses some of their overloads."""
 
 
 def storage_id(holder: torch.Tensor | torch.UntypedStorage) -> int:

@@ -13,7 +13,9 @@ from slapo_runtime.receipts.collectives import CollectiveCall as CollectiveCall
 from slapo_runtime.receipts.memory import Memory as Memory
 
 if TYPE_CHECKING:
+    from slapo_estimate.comparison import Comparison
     from slapo_estimate.device import DeviceSpec
+    from slapo_runtime.receipts.observation import Observation
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,12 @@ class Estimate:
         times = [kind.time for kind in self.kinds if kind.time is not None]
         return max(times) if times else None
 
+    def beside(self, observation: Observation) -> Comparison:
+        """Return this prediction beside what training steps did; see :meth:`slapo_core.Observation.compare`."""
+        from slapo_estimate.comparison import beside
+
+        return beside(self, observation)
+
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -104,6 +112,11 @@ class Assumptions:
             f"an operation takes max(FLOPs / peak, bytes / bandwidth) of {device.name}, and a launch; a collective "
             "takes the time of a ring without other traffic"
         ] = None
+        if device.type == "cuda":
+            self._found[
+                "a region that fuse() compiles by inductor is one kernel, which reads its inputs and writes its "
+                "results once; what compile() compiles takes the time of uncompiled code"
+            ] = None
 
     def target(self, name: str) -> None:
         """Record the target whose engine takes the step."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slapo_core.errors import ArgumentError
-from slapo_estimate.private import schema_of, sparse_parts, tree_leaves
+from slapo_estimate.private import schema_of, sparse_parts, storage_id, tree_leaves
 from slapo_estimate.trackers import FlopTracker
 from slapo_runtime.receipts.collectives import wait_operations
 
@@ -48,7 +50,8 @@ class TimeTracker:
     An operation takes ``max(flops / peak, bytes / bandwidth) + launch``. A collective begins when its link is free, and
     its wait operation ends when it is done. A collective without a wait operation (DistributedDataParallel) overlaps
     the following operations until the end of the pass; so do the reductions of ``fully_shard``, whose gathers begin as
-    soon as the unit before them has its parameters, and end before their own unit computes.
+    soon as the unit before them has its parameters, and end before their own unit computes. Operations of one kernel
+    take the time of one, on a device of type "cuda".
 
     Args:
         device: specification of the device.
@@ -66,6 +69,7 @@ class TimeTracker:
         self._step = ""
         self._costs: dict[Any, Callable[[Any, Any, Any], float] | None] = {}
         self._waits = wait_operations()
+        self._fuses, self._kernel = device.type == "cuda", _Kernel(0)
         self._is_of_unit = False  # whether fully_shard starts the next collective
         self._ready = self._gathered = (
             0.0  # when the last unit could compute, and when the next one's parameters are there
@@ -74,6 +78,7 @@ class TimeTracker:
     @property
     def seconds(self) -> float:
         """Return the seconds of the current step."""
+        self._end_kernel()
         return max([self._clock, *self._free_at.values()])
 
     def begin(self) -> None:
@@ -83,6 +88,10 @@ class TimeTracker:
 
     def on_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Advance the clocks by an operation."""
+        kernel = self._position.kernel if self._fuses else 0
+        if kernel != self._kernel.number or self._flops.last:
+            self._end_kernel()
+            self._kernel = _Kernel(kernel)
         if self._position.step != self._step:
             self._step = self._position.step
             self._clock = self._ready = self.seconds
@@ -105,10 +114,18 @@ class TimeTracker:
             bytes_of = self._costs[func]
         except KeyError:
             bytes_of = self._costs[func] = _cost(func)
-        if bytes_of is not None:
+        if bytes_of is not None and kernel and not self._flops.last:
+            self._kernel.add((args, kwargs), result)
+        elif bytes_of is not None:
             moving = bytes_of(args, kwargs, result) / self._device.bandwidth
             computing = self._flops.last / self._peak(args) if self._flops.last else 0.0
             self._clock += max(moving, computing) + self._device.launch
+
+    def _end_kernel(self) -> None:
+        moved = self._kernel.moved()
+        if moved is not None:
+            self._clock += moved / self._device.bandwidth + self._device.launch
+            self._kernel = _Kernel(0)
 
     def _communicate(self, collective: CollectiveCall) -> None:
         if collective.ranks > 1:
@@ -121,7 +138,8 @@ class TimeTracker:
         self._clock += self._device.launch
 
     def _peak(self, args: tuple[Any, ...]) -> float:
-        dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        first = (leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        dtype = min(itertools.islice(first, 2), key=lambda dtype: dtype.itemsize)  # a larger one is that of sums
         name = str(dtype).removeprefix("torch.")
         peak = self._device.flops.get(name)
         if peak is None:
@@ -132,6 +150,38 @@ class TimeTracker:
                 hint=f'DeviceSpec(..., flops={{..., "{name}": 1e12}})',
             )
         return peak
+
+
+class _Kernel:
+    """Count the bytes of operations that one kernel computes: of their inputs, and of results that are kept.
+
+    Args:
+        number: of the kernel; 0 for none.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._read: dict[int, tuple[int, dict[Any, int]]] = {}  # storage -> its bytes, and those of its parts
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def add(self, given: Any, result: Any) -> None:
+        """Add an operation after it ran."""
+        inputs = _strided(given)
+        for tensor in inputs:
+            key, storage = storage_id(tensor), tensor.untyped_storage()
+            if key not in self._made or self._made[key]() is not storage:
+                _, parts = self._read.setdefault(key, (storage.nbytes(), {}))
+                parts[tensor.storage_offset(), tensor.numel()] = _size(tensor)
+        for tensor in _strided(result):
+            if storage_id(tensor) not in map(storage_id, inputs):
+                self._made[storage_id(tensor)] = weakref.ref(tensor.untyped_storage())
+
+    def moved(self) -> int | None:
+        """Return the bytes moved; None without operations."""
+        if not self._read and not self._made:
+            return None
+        read = sum(min(size, sum(parts.values())) for size, parts in self._read.values())
+        return read + sum(kept.nbytes() for each in self._made.values() if (kept := each()) is not None)
 
 
 def link_of(device: DeviceSpec, mesh_dim: str) -> tuple[str, Link]:
@@ -204,7 +254,7 @@ def _cost(func: Any) -> Callable[[Any, Any, Any], float] | None:
 
 
 def _moved(args: Any, kwargs: Any, result: Any) -> float:
-    return _bytes(args) + _bytes(kwargs) + _bytes(result)
+    return _bytes(args) + _bytes({**kwargs, "out": None}) + _bytes(result)  # the result is written to `out`
 
 
 def _picked(args: Any, kwargs: Any, result: Any) -> float:
@@ -218,6 +268,11 @@ def _bytes(value: Any) -> int:
     if isinstance(value, (tuple, list)):
         return sum(map(_bytes, value))
     return sum(map(_bytes, value.values())) if isinstance(value, dict) else 0
+
+
+def _strided(value: Any) -> list[torch.Tensor]:
+    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return [leaf for leaf in leaves if leaf.layout is torch.strided]
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -27,7 +27,7 @@ from slapo_estimate.private import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
-    attention_of_cuda,
+    kernels_of_cuda,
     tree_map_only,
 )
 from slapo_estimate.results import Assumptions, RankEstimate
@@ -333,7 +333,7 @@ def simulate(request: Request) -> RankResult | SlapoError:
         model = schedule.model
         watched = dataclasses.replace(request, optimizer=assumptions.recording_factory(request.optimizer))
         is_cuda = request.device is not None and request.device.type == "cuda"
-        with torch.compiler.set_stance("force_eager"), attention_of_cuda() if is_cuda else nullcontext():
+        with torch.compiler.set_stance("force_eager"), kernels_of_cuda() if is_cuda else nullcontext():
             if pipeline is None:
                 with _quietly():
                     train(schedule, fakes[0], watched, mode, trackers, values, assumptions)

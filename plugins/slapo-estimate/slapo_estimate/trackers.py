@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from slapo_core.errors import EstimateError
 from slapo_estimate.private import (
-    ADDED_PRODUCT,
+    ADDED_PRODUCTS,
     ATTENTION,
     ATTENTION_BACKWARD,
     MATRIX_PRODUCTS,
@@ -130,10 +130,9 @@ _MISSING_FORMULAS: dict[Any, Formula] = {
     **dict.fromkeys(ATTENTION, _attention),
     **dict.fromkeys(ATTENTION_BACKWARD, _attention_backward),
     **dict.fromkeys(MATRIX_PRODUCTS, _matrix),
-    ADDED_PRODUCT: _added_matrix,
-    aten.addbmm: _added_matrix,
+    **dict.fromkeys(ADDED_PRODUCTS, _added_matrix),
     aten.mv: _vector,
-    aten.addmv: _added_vector,
+    **dict.fromkeys((aten.addmv, aten.addmv_), _added_vector),
     aten.dot: _vector,
     aten.vdot: _vector,
     aten.addr: lambda _, a, b, *__, **___: 2 * a.numel() * b.numel(),

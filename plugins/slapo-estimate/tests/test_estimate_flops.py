@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError
+from slapo_core.observers import ONE_KERNEL, run_from
 from slapo_estimate.device import DeviceSpec, Link
 from slapo_estimate.private import FakeTensorMode
 from slapo_estimate.roofline import collective_seconds, link_of
@@ -89,6 +91,16 @@ def test_grouped_products_count() -> None:
     assert counted(run) == 2 * 64 * 32 * 16
 
 
+def test_products_in_place_count() -> None:
+    def run() -> torch.Tensor:
+        sums, batches = torch.ones(3, 5), torch.ones(2, 3, 5)
+        sums.addmm_(torch.ones(3, 4), torch.ones(4, 5)).addbmm_(torch.ones(2, 3, 4), torch.ones(2, 4, 5))
+        batches.baddbmm_(torch.ones(2, 3, 4), torch.ones(2, 4, 5))
+        return sums[0].addmv_(torch.ones(5, 7), torch.ones(7)).sum() + batches.sum() * tensor(1)
+
+    assert counted(run) == 2 * (1 + 2 + 2) * 3 * 4 * 5 + 2 * 5 * 7
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -155,6 +167,65 @@ def test_seconds_are_the_maximum_of_products_and_memory() -> None:
         torch.set_float32_matmul_precision("highest")
     slow_launch = DeviceSpec("c", {"float32": 1e30}, bandwidth=1e30, launch=1.0)
     assert seconds(slow_launch) == pytest.approx(4.0)
+
+
+class Sums(nn.Module):
+    """A product of bfloat16 that is summed in float32, as a GPU can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 32).bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            sums = torch.empty(8, 64)
+            torch.ops.aten.addmm.dtype_out(sums, x.bfloat16(), self.weight.t(), torch.float32, out=sums)
+        return (self.weight * 2).sum()
+
+
+def test_a_product_takes_the_rate_of_its_factors_and_moves_its_result_once() -> None:
+    request = Request(Functions(Sums, nothing), None, 0, (0,), torch.ones(8, 32).bfloat16(), None, itself)
+    times = {}
+    for name, rate, bandwidth in (("products", 1e6, 1e30), ("memory", 1e30, 1e6)):
+        device = DeviceSpec("a", {"bfloat16": rate}, bandwidth=bandwidth, launch=0.0, type="cuda")
+        played = simulate(dataclasses.replace(request, device=device))
+        assert isinstance(played, RankResult)
+        times[name] = played.estimate.time
+    assert times["products"] == pytest.approx(2 * 8 * 32 * 64 / 1e6)
+    x, weight, sums = 8 * 32 * 2, 64 * 32 * 2, 8 * 64 * 4
+    # product, read and written; weight * 2, its sum; ones for the loss, the gradient times 2
+    assert times["memory"] == pytest.approx((x + weight + 2 * sums + 2 * weight + weight + 2 + 4 + 2 + weight) / 1e6)
+
+
+class Region(nn.Module):
+    """What `fuse` makes of a bias and an activation, and the module of another in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.act = nn.Parameter(torch.zeros(32)), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return run_from(ONE_KERNEL, lambda: self.act(x[:, :32] + self.bias)).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_a_fused_region_takes_the_time_of_one_kernel_on_a_gpu(kind: str) -> None:
+    request = Request(Functions(Region, nothing), None, 0, (0,), torch.ones(8, 64), None, itself)
+    times = {}
+    for name, launch, bandwidth in (("launches", 1.0, 1e30), ("memory", 0.0, 1e6)):
+        device = DeviceSpec("a", {"float32": 1e30}, bandwidth=bandwidth, launch=launch, type=kind)
+        played = simulate(dataclasses.replace(request, device=device))
+        assert isinstance(played, RankResult)
+        times[name] = played.estimate.time
+    whole, bias, one = 8 * 32 * 4, 32 * 4, 4
+    if kind == "cuda":
+        # one kernel, with the sum that its backward keeps; the model's sum; ones for the loss; one kernel backward
+        assert times["launches"] == pytest.approx(4)
+        moved = (whole + bias + 2 * whole) + (whole + one) + 2 * one + (one + whole + bias)
+    else:  # sum and activation; the derivative of the activation, and the gradient of the bias
+        assert times["launches"] == pytest.approx(6)
+        moved = (2 * whole + bias) + 2 * whole + (whole + one) + 2 * one + (one + 2 * whole) + (whole + bias)
+    assert times["memory"] == pytest.approx(moved / 1e6)
 
 
 @pytest.mark.ranks

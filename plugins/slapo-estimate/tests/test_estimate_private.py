@@ -13,6 +13,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from slapo_core.layout import is_simulated, kernel_device
+from slapo_core.observers import ONE_KERNEL, attributed
 from slapo_estimate import private
 from slapo_estimate.private import (
     DataDependentOutputException,
@@ -21,9 +23,9 @@ from slapo_estimate.private import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
-    attention_of_cuda,
     bucket_assignment,
     flop_formulas,
+    kernels_of_cuda,
     unset_fake_temporarily,
 )
 from slapo_estimate.roofline import _UNPACKED
@@ -63,7 +65,7 @@ def test_cuda_attention_keeps_no_scores_and_has_a_gradient_of_its_bias(mask: str
         bias = torch.randn(1, 4, 64, 64, requires_grad=True)
         masks = {"none": None, "bool": torch.ones(2, 1, 1, 64, dtype=torch.bool), "bias": bias}
         kept: list[tuple[int, ...]] = []
-        with attention_of_cuda(), saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
+        with kernels_of_cuda(), saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
             output = F.scaled_dot_product_attention(query, key, value, masks[mask], dropout_p=0.1)
         output.sum().backward()
     assert output.shape == query.shape == query.grad.shape  # type: ignore[union-attr]
@@ -76,10 +78,40 @@ def test_cuda_attention_keeps_no_scores_and_has_a_gradient_of_its_bias(mask: str
 def test_attention_of_the_cpu_is_restored_and_used_where_cudas_does_not_fit() -> None:
     query = torch.randn(2, 4, 6, 8, dtype=torch.float64, requires_grad=True)
     expected = F.scaled_dot_product_attention(query, query, query)
-    with attention_of_cuda():
+    with kernels_of_cuda():
         assert torch.equal(F.scaled_dot_product_attention(query, query, query), expected)
     query = query.detach().float().requires_grad_()
     assert "ForCpu" in type(F.scaled_dot_product_attention(query, query, query).grad_fn).__name__
+
+
+def test_products_of_cuda_have_shapes_and_sum_in_a_larger_type() -> None:
+    aten = torch.ops.aten
+    with FakeTensorMode(), kernels_of_cuda():
+        left, right, sums = torch.ones(3, 4).bfloat16(), torch.ones(4, 5).bfloat16(), torch.ones(3, 5)
+        found = aten.mm.dtype(left, right, torch.float32)
+        assert (found.shape, found.dtype) == ((3, 5), torch.float32)
+        assert aten.addmm.dtype_out(sums, left, right, torch.float32, out=sums) is sums
+        assert kernel_device(sums).type == "cuda"
+        assert is_simulated()
+    assert kernel_device(torch.ones(1)).type == "cpu"
+    assert not is_simulated()
+
+
+def test_a_root_mean_square_norm_of_cuda_is_one_kernel() -> None:
+    kernels = []
+
+    def note(origin: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        kernels.append(origin)
+        return function(*args, **kwargs)
+
+    x, norm = torch.randn(3, 8, requires_grad=True), nn.RMSNorm(8, eps=1e-6)
+    expected = torch.autograd.grad(norm(x).sum(), [x, norm.weight])
+    with attributed(note):
+        with kernels_of_cuda():
+            found = torch.autograd.grad(norm(x).sum(), [x, norm.weight])
+        norm(x)
+    assert kernels == [ONE_KERNEL]
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.ranks
@@ -105,8 +137,9 @@ def test_gradient_buckets_are_full_at_the_limit() -> None:
 
 
 def test_operators_without_a_formula_exist_and_have_schemas() -> None:
-    operators = (*private.ATTENTION, *private.ATTENTION_BACKWARD, *private.MATRIX_PRODUCTS, private.ADDED_PRODUCT)
+    operators = (*private.ATTENTION, *private.ATTENTION_BACKWARD, *private.MATRIX_PRODUCTS)
     assert not {*operators} & {*flop_formulas()}
+    operators = (*operators, *private.ADDED_PRODUCTS)
     for operator in operators:
         assert private.schema_of(operator.default).arguments
         assert operator.default.overloadpacket is operator

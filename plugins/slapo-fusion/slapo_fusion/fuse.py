@@ -14,6 +14,7 @@ import torch
 
 from slapo_core import ApplyError, Edit, Effect, Equivalence, Node, PluginError, Primitive, Violation, effects
 from slapo_core.errors import warn_user
+from slapo_core.observers import ONE_KERNEL, run_from
 from slapo_fusion.compilers import Compiled, Compiler, reason
 from slapo_fusion.function_modes import device_error, drops, innermost, is_fake, is_watched, modes_disabled
 from slapo_fusion.kernels import run_without_values
@@ -45,8 +46,10 @@ class Fused:
         self._compiled = self._shared()
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or is_fake():
+        if torch.compiler.is_compiling():
             return self.region(*args)
+        if is_fake():
+            return run_from(ONE_KERNEL if self.compiler.fuses else None, self.region, *args)
         is_unseen = is_watched() and not isinstance(self._compiled, Compiled)  # by the active modes
         if self._compiled is self.region or (is_unseen and drops(self.region, args, {})):
             return self.region(*args)

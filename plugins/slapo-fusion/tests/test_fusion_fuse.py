@@ -15,7 +15,8 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo_core as slapo
-from slapo_fusion import Fuse
+from slapo_core.observers import ONE_KERNEL, attributed
+from slapo_fusion import Fuse, private
 from slapo_fusion.compilers import AotEager, Inductor
 from slapo_graph.match import Region
 from tests.messages import Messages
@@ -45,6 +46,23 @@ def test_each_compiler_keeps_the_numbers_in_training_and_evaluation_at_any_size(
     for shape in ((5, 6), (2, 3, 6)):
         other = torch.randn(shape)
         torch.testing.assert_close(sch.model(other), untouched(other))
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+def test_a_fused_region_is_one_kernel_of_an_estimate_where_its_compiler_fuses(compiler: str) -> None:
+    """Nothing is compiled on fake tensors: the region runs, and tells what one kernel would compute."""
+    seen: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def note(origin: Any, function: Any, *args: Any) -> Any:
+        seen.append((origin, args))
+        return function(*args)
+
+    sch = traced()
+    sch["*"].apply(Fuse(bias_gelu, compiler))
+    with private.FakeTensorMode(allow_non_fake_inputs=True), attributed(note):
+        x = torch.ones(2, 6)
+        sch.model(x)
+    assert [origin for origin, _ in seen] == [ONE_KERNEL] * len(sch["*"]) * (compiler == "inductor")
 
 
 def test_equal_layers_share_what_was_compiled_and_other_lengths_compile_once_more(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slapo_core.observers import run_from
+from slapo_core.observers import happened, run_from
 from slapo_loss import operations
 from slapo_loss.deferred_values import ValuelessLogits, new_of, view_of
 from slapo_loss.head_chunks import Objective
@@ -246,6 +246,7 @@ def _loss(
     with operations.without_autocast(kind):
         found = run_from(
             head.origin,
+            _computed,
             head.implementation,
             hidden.reshape(-1, hidden.shape[-1]),
             head.weight,
@@ -258,6 +259,13 @@ def _loss(
             chunk=head.chunk,
         )
     return found.reshape(target.shape) if objective.reduction == "none" else found
+
+
+def _computed(implementation: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute a loss, and report what computes it."""
+    happened("call", getattr(implementation, "name", ""))
+    found: Tensor = implementation(*args, **kwargs)
+    return found
 
 
 VIEWS: dict[str, Callable[..., Any]] = {

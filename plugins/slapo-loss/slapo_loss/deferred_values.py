@@ -14,13 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slapo_core import ArgumentError
-from slapo_core.observers import Origin, run_from
+from slapo_core.observers import Origin, happened, run_from
 from slapo_loss import operations
 from slapo_loss.chunked import linear_cross_entropy
 from slapo_loss.head_chunks import Vocabulary
 from slapo_loss.operations import Operation, check_version
 from slapo_loss.private import without_torch_function
 from slapo_loss.withheld import withheld_error
+
+OUTPUT = "the output"
+"""What takes the logits of a forward without a loss, or those that a step keeps."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class LogitsValues:
             raise withheld_error(use=by)
         self.check()
         self.call.computed.append(by)
+        if by != OUTPUT:
+            run_from(self.head.origin, happened, "fallback", f"{by} took the logits")
         run_from(self.head.origin, self._compute)
 
     def _compute(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slapo_core.layout import is_simulated, kernel_device
 from slapo_loss.private import assert_on_device, is_cast
 
 Between = Callable[[Tensor], Tensor]
@@ -107,7 +108,7 @@ def chunk_size(classes: int, dtype: torch.dtype, device: torch.device, way: str 
 
 def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether Triton kernels take logits of a type on a device."""
-    return device.type == "cuda" and dtype.itemsize <= 4 and _has_triton()
+    return device.type == "cuda" and dtype.itemsize <= 4 and (is_simulated() or _has_triton())
 
 
 @functools.cache
@@ -188,13 +189,14 @@ class ChunkedHead:
             shown, cast = is_cast(self.between, hidden.new_empty((1, 1)))
             self.returned, self.way = shown, "cast" if cast else "between"
         self.dtype = torch.promote_types(self.returned, torch.float32)
+        self._device = device = kernel_device(hidden)
         is_float32 = self.dtype == torch.float32  # in which kernels compute
-        if self.way == "cast" and is_float32 and "kernels" in ways and has_kernels(hidden.dtype, hidden.device):
+        if self.way == "cast" and is_float32 and "kernels" in ways and has_kernels(hidden.dtype, device):
             self.way = "kernels"
         elif self.way == "cast" and "in place" in ways and self.dtype == hidden.dtype:
             self.way = "in place"
-        self.block_bytes = CHUNK_BYTES.get(hidden.device.type, OTHER_CHUNK_BYTES) // _BLOCKS
-        tokens = chunk or chunk_size(self.classes, hidden.dtype, hidden.device, self.way)
+        self.block_bytes = CHUNK_BYTES.get(device.type, OTHER_CHUNK_BYTES) // _BLOCKS
+        tokens = chunk or chunk_size(self.classes, hidden.dtype, device, self.way)
         self.chunk = max(1, min(tokens, hidden.shape[0]))
         self._read_labels(labels, class_weight)
         self._buffer: Tensor | None = None
@@ -233,7 +235,7 @@ class ChunkedHead:
     def logits(self, part: slice) -> Tensor:
         """Compute the logits of a chunk, in a buffer that all chunks share."""
         if self._buffer is None:
-            aligned = 0 if self.hidden.device.type == "cpu" else -self.classes % _TILE
+            aligned = 0 if self._device.type == "cpu" else -self.classes % _TILE
             self._buffer = self.hidden.new_empty((self.chunk, self.classes + aligned))[:, : self.classes]
         hidden, out = self.hidden[part], self._buffer[: part.stop - part.start]
         weight = self.weight[: self.classes].t()
@@ -256,7 +258,7 @@ class ChunkedHead:
             sums = zeros if self.objective.label_smoothing else None
             found.append(Numbers(nothing, zeros, nothing, sums, zeros if entropy else None))
         elif self.way == "kernels":
-            found.append(self._numbers(logits, part, *_kernels().log_sum_exp(logits)))
+            found.append(self._numbers(logits, part, *_operators().log_sum_exp(logits)))
         elif self.way == "in place":
             found.append(self._softmax(logits, part))
         else:
@@ -382,7 +384,7 @@ class ChunkedHead:
             smoothing = uniform if uniform is None else uniform.to(dtype)
             weight = None if uniform is None else self.class_weight
             numbers_of = numbers.shift.to(dtype), numbers.log_sum.to(dtype)
-            _kernels().to_gradient(logits, *numbers_of, labels, targets.of_label.to(dtype), smoothing, weight)
+            _operators().to_gradient(logits, *numbers_of, labels, targets.of_label.to(dtype), smoothing, weight)
             return
         for rows, tokens in self._blocks(part) if self.classes else ():
             self._block_to_gradient(logits[rows], rows, tokens, targets, numbers, of_entropies)
@@ -446,10 +448,10 @@ class ChunkedHead:
                 values.addr_(uniform, self.class_weight.to(values.dtype), alpha=-1)
 
 
-def _kernels() -> Any:
-    from slapo_loss import kernels
+def _operators() -> Any:
+    from slapo_loss import operators
 
-    return kernels
+    return operators
 
 
 def _through(leaf: Tensor | None, shown: Tensor, gradient: Tensor) -> Tensor:

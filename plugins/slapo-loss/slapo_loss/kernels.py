@@ -1,7 +1,6 @@
 """Compute a chunk's log-sum-exp, and its gradient in place, by Triton kernels.
 
-Each reads the logits once, where operations of torch would read and write copies of them in float32. They are
-operators of torch, so that tensors without values have their shapes.
+Each reads the logits once, where operations of torch would read and write copies of them in float32.
 """
 
 from __future__ import annotations
@@ -65,40 +64,14 @@ def _to_gradient(  # type: ignore[no-untyped-def]
     tl.store(places, found.to(logits.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op("slapo_loss::log_sum_exp", mutates_args=(), schema="(Tensor logits) -> (Tensor, Tensor)")
-def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each row, and the logarithm of the sum of ``exp(logits - largest)``.
-
-    Args:
-        logits: (tokens, classes) of at most 4 bytes each; the classes of a token lie beside each other.
-
-    Returns:
-        (tokens,) and (tokens,) in float32.
-    """
-    shifts, log_sums = _rows_of(logits)
+def log_sum_exp(logits: Tensor, shifts: Tensor, log_sums: Tensor) -> None:
+    """Launch the kernel of `operators.log_sum_exp`, which writes into the last two."""
     with torch.cuda.device_of(logits):
         _log_sum_exp[(logits.shape[0],)](
             logits, shifts, log_sums, logits.stride(0), logits.shape[1], COLUMNS=_COLUMNS, num_warps=_WARPS
         )
-    return shifts, log_sums
 
 
-@log_sum_exp.register_fake
-def _(logits: Tensor) -> tuple[Tensor, Tensor]:
-    return _rows_of(logits)
-
-
-def _rows_of(logits: Tensor) -> tuple[Tensor, Tensor]:
-    shifts = torch.empty(logits.shape[:1], dtype=torch.float32, device=logits.device)
-    return shifts, torch.empty_like(shifts)
-
-
-@torch.library.custom_op(
-    "slapo_loss::to_gradient",
-    mutates_args=("logits",),
-    schema="(Tensor(a!) logits, Tensor shifts, Tensor log_sums, Tensor labels, Tensor of_labels, Tensor? uniforms, "
-    "Tensor? class_weights) -> ()",
-)
 def to_gradient(
     logits: Tensor,
     shifts: Tensor,
@@ -108,17 +81,7 @@ def to_gradient(
     uniforms: Tensor | None,
     class_weights: Tensor | None,
 ) -> None:
-    """Turn logits into ``exp(logits - shifts - log_sums) - one_hot * of_labels - uniforms``, their gradient.
-
-    Args:
-        logits: (tokens, classes) of at most 4 bytes each; the classes of a token lie beside each other.
-        shifts: (tokens,) in float32.
-        log_sums: (tokens,) in float32.
-        labels: (tokens,) int64, of the classes that are here.
-        of_labels: (tokens,) in float32.
-        uniforms: (tokens,) in float32, of label smoothing.
-        class_weights: (classes,) in float32, by which ``uniforms`` are multiplied.
-    """
+    """Launch the kernel of `operators.to_gradient`."""
     grid = (logits.shape[0], triton.cdiv(logits.shape[1], _COLUMNS))
     with torch.cuda.device_of(logits):
         _to_gradient[grid](
@@ -136,8 +99,3 @@ def to_gradient(
             IS_WEIGHTED=class_weights is not None,
             num_warps=_WARPS,
         )
-
-
-@to_gradient.register_fake
-def _(*_: Tensor | None) -> None:
-    return None

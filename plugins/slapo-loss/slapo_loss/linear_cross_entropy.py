@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, Node, PluginError, Primitive, Violation
+from slapo_core.effects import Calls, Collective, Effect, NeverAllocates
 from slapo_core.errors import warn_user
-from slapo_core.observers import Forward, Origin, is_recording, tell_verify
+from slapo_core.observers import Forward, Origin, happened, is_recording, run_from, tell_verify
 from slapo_core.plugins import current_registry
 from slapo_loss.deferred import DeferredLogits
-from slapo_loss.deferred_values import ForwardCall, HeadTensors
+from slapo_loss.deferred_values import OUTPUT, ForwardCall, HeadTensors
 from slapo_loss.head_chunks import Vocabulary, chunk_size
 from slapo_loss.implementations import AUTO, Chunked, Implementation, Situation, refusal
 from slapo_loss.private import is_transformed
@@ -116,6 +117,25 @@ class LinearCrossEntropy(Primitive):
         if not any(isinstance(wrapper, DeferHead) for wrapper in node.wrappers):
             yield Violation("the head's forward is not wrapped")
 
+    def effects(self, node: Node) -> Iterator[Effect]:
+        scopes = [wrapper.scope for wrapper in node.wrappers if isinstance(wrapper, DeferHead)]
+        if not node.module.training or any(scope.is_noted for scope in scopes):
+            return
+        yield Calls(self._chosen)
+        if self._chosen != AUTO:
+            return
+        classes, weight = classes_of(node), weight_of(node)
+        here = node.layout("weight").local_shape(node.mesh)[0] if "weight" in node.parameters else weight.shape[0]
+        ranks = node.mesh.size(self.mesh_dim) if node.mesh is not None and self.mesh_dim in node.mesh else 1
+        is_split = here < classes and ranks > 1
+        if is_split:
+            yield Collective("all_gather", self.mesh_dim)
+        # Under autocast logits are smaller than the weight's type.
+        rows = self.chunk or chunk_size(here, torch.bfloat16, weight.device, "in place")
+        of_logits = {here, classes, here * ranks} if is_split else {here, classes}
+        for features in () if self.keep_logits else sorted(of_logits - {weight.shape[-1]}):
+            yield NeverAllocates(features, rows)
+
 
 def classes_of(node: Node) -> int:
     """Return the number of classes of a head, of all ranks and without padding."""
@@ -138,6 +158,7 @@ class Scope:
     def __init__(self, path: str) -> None:
         self.path = path
         self.has_warned = False
+        self.is_noted = False  # by verify: that the last forward in training took no loss from hidden states
 
 
 @dataclass
@@ -183,6 +204,7 @@ class SpanForward:
 
     def __call__(self, forward: Forward) -> Forward:
         scope, keep_logits, has_head = self.scope, self.keep_logits, self.has_head
+        origin = Origin(scope.path, self, is_below_root=True)
 
         @functools.wraps(forward)
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,9 +216,9 @@ class SpanForward:
             try:
                 output = forward(module, *args, **kwargs)
                 if call.has_deferred:
-                    return closed(call, output, keep_logits=keep_logits)
+                    return closed(call, output, origin, keep_logits=keep_logits)
                 if has_head and module.training:
-                    warn_of_no_effect(scope, "whose head did not run in training mode")
+                    warn_of_no_effect(scope, "whose head did not run in training mode", origin)
                 return output
             finally:
                 _OPEN.set(before)
@@ -205,29 +227,37 @@ class SpanForward:
         return run
 
 
-def closed(call: OpenCall, output: Any, *, keep_logits: bool) -> Any:
+def closed(call: OpenCall, output: Any, origin: Origin, *, keep_logits: bool) -> Any:
     """End a forward: return its output with logits, or with withheld ones."""
-    if not call.used:
+    if call.used:
+        call.scope.is_noted = False
+    else:
         by = f": {call.computed[0]} took its logits" if call.computed else ""
-        warn_of_no_effect(call.scope, f"which computes no cross entropy of the head's logits{by}")
+        warn_of_no_effect(call.scope, f"which computes no cross entropy of the head's logits{by}", origin)
+        call.scope.is_noted = call.scope.is_noted and not call.computed
 
     def end(logits: DeferredLogits) -> Tensor:
         if logits.call is not call:
             return logits
         if keep_logits or not call.used:
-            return logits.compute("the output")
+            return logits.compute(OUTPUT)
         return WithheldLogits(logits.shape, logits.dtype, logits.device, call.scope.path)
 
     return exchanged(output, end, {})
 
 
-def warn_of_no_effect(scope: Scope, why: str) -> None:
+def warn_of_no_effect(scope: Scope, why: str, origin: Origin) -> None:
     """Warn once, or let verify note, that a forward in training took no loss from hidden states."""
     text = (
         f"linear_cross_entropy at '{scope.path}' had no effect on this forward in training, {why}; give the model its "
         "labels, or leave the step out"
     )
-    if not tell_verify(text) and not scope.has_warned:
+    scope.is_noted = tell_verify(text)
+    if scope.is_noted:
+        return
+    if not torch.compiler.is_compiling():
+        run_from(origin, happened, "fallback", f"a forward {why}")
+    if not scope.has_warned:
         scope.has_warned = True
         warn_user(text)
 

@@ -10,6 +10,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch._guards import detect_fake_mode as detect_fake_mode
 
+from slapo_core.layout import kernel_device
+
 
 def keeps_graph() -> bool:
     """Return whether the running backward keeps its graph (``retain_graph=True``)."""
@@ -73,7 +75,7 @@ def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor, mos
     """
     if sums.dtype == left.dtype:
         sums.addmm_(left.t(), right)
-    elif left.device.type == "cuda":
+    elif kernel_device(left).type == "cuda":
         torch.ops.aten.addmm.dtype_out(sums, left.t(), right, sums.dtype, out=sums)
     else:  # some columns at a time, because they are cast
         right = right.to(sums.dtype)
@@ -93,7 +95,7 @@ def product(left: torch.Tensor, right: torch.Tensor, factors: torch.Tensor | Non
     """
     if factors is None:
         return torch.mm(left, right)
-    if left.device.type == "cuda" and factors.dtype != left.dtype:
+    if kernel_device(left).type == "cuda" and factors.dtype != left.dtype:
         return torch.ops.aten.mm.dtype(left, right, factors.dtype) * factors
     return torch.mm(left, right).mul_(factors)
 

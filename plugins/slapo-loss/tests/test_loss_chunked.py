@@ -308,7 +308,7 @@ def test_kernels_take_losses_of_float32_only(cast: Callable[[Tensor], Tensor], t
     kernels = mock.Mock()
     kernels.log_sum_exp.side_effect = lambda logits: (logits.amax(1).float(), logits.float().logsumexp(1))
     with mock.patch.object(head_chunks, "has_kernels", return_value=True):
-        with mock.patch.object(head_chunks, "_kernels", return_value=kernels):
+        with mock.patch.object(head_chunks, "_operators", return_value=kernels):
             linear_cross_entropy(hidden, weight, labels, between=cast)
     assert kernels.log_sum_exp.called == taken
 

@@ -235,7 +235,7 @@ def test_verify_notes_a_step_without_effect_on_the_given_batch_and_no_other() ->
     def notes(model: nn.Module, given: dict[str, Tensor]) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            report = slapo.verify(scheduled(model), given)
+            report = slapo.verify(scheduled(model), given, effects=False)
         return [text for text in report.notes if "linear_cross_entropy" in text]
 
     (note,) = notes(Penalized(), batch())
@@ -248,10 +248,13 @@ def test_verify_notes_a_step_without_effect_on_the_given_batch_and_no_other() ->
     assert notes(without, batch()) == []  # though verify leaves out labels, too
     sch = scheduled(Penalized())
     for _ in range(2):  # a warning of a run before takes nothing from the report
-        assert any("had no effect" in text for text in slapo.verify(sch, batch()).notes)
+        assert any("had no effect" in text for text in slapo.verify(sch, batch(), effects=False).notes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sch.model(**batch())
+    with pytest.raises(slapo.VerifyError, match="__getitem__ took the logits"):
+        slapo.verify(scheduled(Penalized()), batch())
+    slapo.verify(scheduled(Net()), {"ids": batch()["ids"]})  # without labels there is no loss to compute
 
 
 # -- other steps and tools around it --------------------------------------------------------------------------

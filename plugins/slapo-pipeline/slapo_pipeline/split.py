@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.effects import Collective, Effect
 from slapo_pipeline.rules import above_violations, place_violations, root_of, unanswered_violations
 
 if TYPE_CHECKING:
@@ -109,6 +110,11 @@ class PipelineSplit(Primitive):
             edit.note("one stage: nothing to cut")
         else:
             edit.note(f"when stages are made, the model is cut after {', '.join(self.after)}")
+
+    def effects(self, node: Node) -> Iterator[Effect]:
+        if node.mesh is not None and "pp" in node.mesh and node.mesh.size("pp") > 1:
+            for path in self.cuts(node.path):  # the rank that runs it sends, if not here then from its other stages
+                yield Collective("send", "pp", "step", at=path)
 
 
 def cuts_of(records: Iterable[Record]) -> dict[str, Record]:

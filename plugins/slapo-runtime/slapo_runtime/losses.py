@@ -33,10 +33,11 @@ class LossCall:
 
     def __call__(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
         """Return the loss and the output of ``forward`` (None: the model) on a batch."""
-        output = self._call(self._module if forward is None else forward, batch)
+        output = self.output(batch, self._module if forward is None else forward)
         return self.loss_of(output, batch), output
 
-    def _call(self, forward: Callable[..., Any], batch: Any) -> Any:
+    def output(self, batch: Any, forward: Callable[..., Any]) -> Any:
+        """Return the output of ``forward`` on a batch."""
         if self._signature is not None:
             batch = self._signature.select(batch)
         if isinstance(batch, Mapping):

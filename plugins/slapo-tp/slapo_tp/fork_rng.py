@@ -22,7 +22,7 @@ from slapo_tp.split_state import mesh_size
 
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that the ranks' seeds differ in their low 32 bits, all that CPU seeding uses
 
-FORKED = "the module on an RNG stream of this rank"
+FORKED = "forked RNG stream"
 """The event of a call."""
 
 

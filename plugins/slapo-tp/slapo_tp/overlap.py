@@ -24,8 +24,8 @@ from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.private import has_gradient_hooks, version_of
 
-OVERLAPPED = "the weight's gradient during the reduction of the input's"
-"""The event of a backward that computes the one while the other runs."""
+OVERLAPPED = "overlapped reduction"
+"""The event of a backward that computes the weight's gradient while the input's is reduced."""
 
 _PLAIN = (Tensor, Parameter)
 

@@ -7,16 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import (
-    ArgumentError,
-    LaunchError,
-    RankFailedError,
-    SerializationError,
-    VerifyError,
-)
-from slapo_runtime.launcher import preload_modules, run_ranks
+from slapo_core.errors import VerifyError
+from slapo_runtime.declared_ranks import on_declared_ranks
 from slapo_runtime.ranks.trial_groups import SECONDS
-from slapo_runtime.schedule_copies import Sent, installed_modules, sent
 from slapo_verify.inputs import Inputs
 from slapo_verify.report import VerifyOutcome
 from slapo_verify.session import check_each
@@ -24,6 +17,7 @@ from slapo_verify.trials import VerifyOptions
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
+    from slapo_runtime.schedule_copies import Sent
 
 _NO_LIMIT = 7 * 86400.0  # seconds: of a search that the user ends
 
@@ -48,38 +42,9 @@ def check_in_processes(
         ArgumentError: the model does not run on the batch.
         RankFailedError: a process ended otherwise, or hung.
     """
-    mesh = schedules[0].mesh
-    assert mesh is not None
-    launch = mesh.launch_hint()
-    if launch == mesh.launch_command():
-        launch = f"launch the script on every rank instead: `{launch}`"
-    why = f"verify has to repeat this schedule in {mesh.world_size} processes, because its mesh is only declared"
-    try:
-        all_sent = [sent(schedule) for schedule in schedules]
-    except SerializationError as error:
-        hint = f"{error.hint}; or {launch}" if error.hint else launch
-        raise SerializationError(f"{why}, but {error.message}", hint=hint) from error
-    preload_modules(check_each.__module__)
-    for one in all_sent:
-        preload_modules(*installed_modules(one.model))
-    try:
-        ranks = run_ranks(
-            _check_on_rank,
-            all_sent,
-            mesh.sizes,
-            (inputs.args, dict(inputs.kwargs)),
-            options,
-            world_size=mesh.world_size,
-            timeout=timeout + 2 * SECONDS + (_NO_LIMIT if options.blame_seconds is None else options.blame_seconds),
-        )
-    except LaunchError as error:
-        hint = f"{error.hint}; or {launch}" if error.hint else launch
-        raise LaunchError(f"{why}, but {error.message}", hint=hint) from error
-    except RankFailedError as error:
-        if isinstance(error.__cause__, ArgumentError):  # a batch that the model does not take: no rank's fault
-            raise error.__cause__ from None
-        raise
-    return ranks[0]
+    batch = (inputs.args, dict(inputs.kwargs))
+    seconds = timeout + 2 * SECONDS + (_NO_LIMIT if options.blame_seconds is None else options.blame_seconds)
+    return on_declared_ranks(_check_on_rank, schedules, batch, options, what="verify", timeout=seconds)[0]
 
 
 def _check_on_rank(

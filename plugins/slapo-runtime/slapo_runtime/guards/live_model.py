@@ -28,6 +28,7 @@ from slapo_runtime.guards.wrappers import (
     described,
     is_plain,
     refuse_copies,
+    refuse_unaware_host,
     right_wrapper,
     wrong_wrapper,
 )
@@ -243,7 +244,7 @@ class Guards:
                     self._check_ranks(model, tensors, mesh)
                 self._follow_forward(model)
             elif mesh is not None:
-                self._share_rng_state(model, mesh)
+                self._check_evaluation(model, tensors, mesh)
 
     @property
     def _has_ranks(self) -> bool:
@@ -287,6 +288,7 @@ class Guards:
         dims = [name for name in mesh.sizes if name in self._dims]
         if not dims:
             return
+        refuse_unaware_host(model, self._names, dims)
         with World(mesh, over=dims) as world:
             for found in world.gather(wrong_wrapper(model, self._names, dims, mesh)):
                 if found is not None:
@@ -305,6 +307,9 @@ class Guards:
         values = [RankFact(f"'{name}'", describe_tensor(tensor)) for name, tensor in own.items() if is_plain(tensor)]
         replica.agree(values, hint=_SAME_VALUES)
         synchronize_and_warn(replica, "differs", stacklevel=9)
+        self._compare_batch(replica, tensors)
+
+    def _compare_batch(self, replica: World, tensors: dict[str, torch.Tensor]) -> None:
         try:
             batch = [RankFact(f"the batch: {name}", describe_tensor(tensor)) for name, tensor in tensors.items()]
             replica.agree(batch, hint=_SAME_BATCH)
@@ -313,13 +318,15 @@ class Guards:
                 raise
             warn_user(f"{error}\nThis is right only if each rank gets its own shard of the batch.")
 
-    def _share_rng_state(self, model: nn.Module, mesh: Mesh) -> None:
-        """Check the RNG before the first evaluation, e.g. ``generate(do_sample=True)``."""
+    def _check_evaluation(self, model: nn.Module, tensors: dict[str, torch.Tensor], mesh: Mesh) -> None:
+        """Check RNG and batch before the first evaluation, e.g. ``generate(do_sample=True)``."""
         self._find(model)
         if not self._has_evaluated and "tp" in self._dims:
+            refuse_unaware_host(model, self._names, ["tp"])
             self._has_evaluated = True
             with World(mesh, over="tp") as replica:
                 synchronize_and_warn(replica, "differs", stacklevel=7)
+                self._compare_batch(replica, tensors)
 
 
 def _layouts(entry: journal.JournalEntry) -> Iterator[tuple[str, torch.Tensor, Layout]]:

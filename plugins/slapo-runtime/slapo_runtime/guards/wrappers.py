@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,9 +18,17 @@ from slapo_runtime.ranks.checksums import checksum
 
 _SAMPLE = 16  # shards that are compared: a tool that copies one rank's shards over the others copies them all
 _OWN_LOOP = (
-    "transformers' Trainer and accelerate's prepare() make such wrappers under torchrun: "
-    "slapo_core.build(sch, optimizer=...), or a loop of your own, trains it"
+    "transformers' Trainer and accelerate's prepare() make such wrappers under torchrun: in their places, "
+    "slapo_transformers.SlapoTrainer(schedule=sch, ...) and slapo_transformers.prepare(accelerator, sch, optimizer) "
+    "train it"
 )
+
+_HOSTS = {
+    "lightning.pytorch.strategies.strategy": "Trainer(strategy=slapo_lightning.SlapoStrategy(...))",
+    "lightning.fabric.wrappers": "Fabric(strategy=slapo_lightning.fabric.SlapoStrategy(...))",
+}
+"""Module of a host that calls forwards -> what trains shards there."""
+_CALLS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,27 @@ def described(shards: dict[str, ShardShape]) -> str:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has readable values: not fake, batched or of a subclass."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and not is_functorch_wrapped(tensor)
+
+
+def refuse_unaware_host(model: nn.Module, shards: dict[str, ShardShape], dims: list[str]) -> None:
+    """Refuse the loop of a host around this forward, if it has no schedule.
+
+    Raises:
+        MeshError: it would take the norm of one rank's shards, samples by rank, and checkpoints of the first rank.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        right = _HOSTS.get(str(frame.f_globals.get("__name__"))) if frame.f_code.co_name in _CALLS else None
+        host = frame.f_locals.get("self") if right is not None else None
+        host = getattr(host, "_strategy", host)
+        if host is not None and not hasattr(host, "sch"):
+            raise MeshError(
+                f"{type(host).__name__} has no schedule, and this {type(model).__name__} is split along "
+                f"{', '.join(map(repr, dims))}: {described(shards)}; norms, samples and checkpoints would be those of "
+                "one rank",
+                hint=f"{right}, with the function of the steps",
+            )
+        frame = frame.f_back
 
 
 def wrong_wrapper(model: nn.Module, shards: dict[str, ShardShape], dims: list[str], mesh: Mesh) -> str | None:

@@ -8,4 +8,5 @@
 - `observing`: runs steps of a schedule or an engine under a watch, and gives a table of both.
 """
 
-from slapo_runtime.receipts.observing import Observation as Observation, observe as observe
+from slapo_runtime.receipts.observation import Observation as Observation
+from slapo_runtime.receipts.observing import observe as observe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from bisect import bisect_right
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.internals import forwards, hooks_of, journal, module_calls_through, parameters_of
-from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
+from slapo_core.observers import ONE_KERNEL, PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
 from slapo_runtime.private import backwards_through, current_autograd_node, next_sequence_number, sequence_number
 
 if TYPE_CHECKING:
@@ -33,10 +34,12 @@ class CodePosition(NamedTuple):
     Args:
         module: path of the module.
         record: the step of the schedule that added the code, as in ``str(record)``; empty for the model's own code.
+        kernel: number of the kernel that computes it together with other code; 0 for none.
     """
 
     module: str
     record: str = ""
+    kernel: int = 0
 
 
 _MODEL = CodePosition("")
@@ -54,7 +57,8 @@ class PositionTracker:
         owners: ``id`` of a parameter -> the path of its module.
 
     Attributes:
-        step: ``"forward"``, ``"backward"`` or ``"optimizer"``; set by the training step.
+        step: ``"forward"``, ``"backward"`` or ``"optimizer"``; set by the training step. ``"recording"``: a graph is
+            made of modules, whose calls are none of the step.
         hooks: (path of a module, hook) -> the step that registered the hook, as in ``str(record)``.
         wrappers: ``id`` of a wrapper of a forward -> the step that added the wrapper.
     """
@@ -65,7 +69,9 @@ class PositionTracker:
         self._owners = {parameter: CodePosition(path) for parameter, path in owners.items()}
         self.hooks: dict[tuple[str, Any], str] = {}
         self.wrappers: dict[int, str] = {}
+        self._kernels = itertools.count(1)
         self._stack: list[CodePosition] = []
+        self._is_again = False  # whether a recomputed forward runs, also without gradients
         self._numbers: list[int] = []
         self._since: list[CodePosition] = []
 
@@ -98,17 +104,23 @@ class PositionTracker:
             yield
 
     def run(self, at: CodePosition, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call ``function(*args, **kwargs)`` as code of position ``at``."""
+        """Call ``function(*args, **kwargs)`` as code of position ``at``, in the kernel of its caller."""
+        if self._stack and self._stack[-1].kernel:
+            at = at._replace(kernel=self._stack[-1].kernel)
         self._stack.append(at)
+        is_again, self._is_again = self._is_again, self._is_again or _recomputes()
         self._note()
         try:
             return function(*args, **kwargs)
         finally:
+            self._is_again = is_again
             self._stack.pop()
             self._note()
 
     def _run_from(self, origin: Origin, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a hook inlined in a graph, or code that a wrapper deferred."""
+        """Run a hook inlined in a graph, code that a wrapper deferred, or code that one kernel computes."""
+        if origin is ONE_KERNEL:
+            return self.run(self._now()._replace(kernel=next(self._kernels)), function, *args, **kwargs)
         if origin.is_below_root:
             return self.run(
                 CodePosition(origin.module, self.wrappers.get(id(origin.hook), "")), function, *args, **kwargs
@@ -128,6 +140,14 @@ class PositionTracker:
         """Begin ``"forward"``, ``"backward"`` or ``"optimizer"``."""
         self.step = step
 
+    def run_as(self, step: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call ``function(*args, **kwargs)`` as a part of ``step``."""
+        before, self.step = self.step, step
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.step = before
+
     def forget(self) -> None:
         """Forget earlier forward passes, whose backward passes have run."""
         self._numbers.clear()
@@ -137,7 +157,7 @@ class PositionTracker:
     def phase(self) -> str:
         """``"forward"``, ``"backward"``, ``"recomputation"`` (of checkpointed modules) or ``"optimizer"``."""
         if current_autograd_node() is not None:
-            return "recomputation" if torch.is_grad_enabled() else "backward"
+            return "recomputation" if self._is_again or torch.is_grad_enabled() else "backward"
         return self.step
 
     @property
@@ -160,11 +180,16 @@ class PositionTracker:
         """Return :attr:`module`, :attr:`record` and :attr:`phase` together."""
         node, step = current_autograd_node(), self.step
         if node is not None:
-            step = "recomputation" if torch.is_grad_enabled() else "backward"
+            step = "recomputation" if self._is_again or torch.is_grad_enabled() else "backward"
         elif step == "optimizer":
             return _OPTIMIZER
         at = self._stack[-1] if self._stack else _MODEL if node is None else self._of(node)
         return at.module, at.record, step
+
+    @property
+    def kernel(self) -> int:
+        """Number of the kernel that computes the running code together with other code; 0 for none."""
+        return 0 if self.step == "optimizer" else self._now().kernel
 
     def _now(self) -> CodePosition:
         if self._stack:
@@ -187,6 +212,10 @@ class PositionTracker:
             return
         self._numbers.append(number)
         self._since.append(at)
+
+
+def _recomputes() -> bool:
+    return current_autograd_node() is not None and torch.is_grad_enabled()
 
 
 @contextmanager
@@ -390,6 +419,10 @@ def _reported(position: PositionTracker, at: CodePosition, forward: Forward) -> 
     return run
 
 
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
 @dataclass(frozen=True, eq=False)
 class _Hook:
     """A hook that reports its step; equal to the original hook, for recorded graphs."""
@@ -407,6 +440,9 @@ class _Hook:
 
     def __hash__(self) -> int:
         return hash(self.function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.function,)  # a copy of the model has the hook itself
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording():  # nodes of a graph are not calls of the model

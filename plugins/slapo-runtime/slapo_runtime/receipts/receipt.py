@@ -6,16 +6,17 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.effects import Calls, Casts, Collective, Compiled, Effect, NeverAllocates, Recomputes, Replays
-from slapo_core.internals import Internals
+from slapo_core.errors import ApplyError, PathError, SlapoError
+from slapo_core.internals import Internals, forwards, hooks_of
 from slapo_core.primitive import Record
 from slapo_runtime.receipts.watch import ModuleCalls
 
 if TYPE_CHECKING:
-    from slapo_core import Plan, Schedule
+    from slapo_core import Node, Plan, Schedule
     from slapo_runtime.receipts.watch import Observed, Place
 
 
@@ -30,6 +31,7 @@ class Finding:
         seen: in words.
         is_seen: whether it is in effect.
         cause: of a missing one, the likely cause; empty where it is unknown.
+        ranks: on which it is so; empty for all.
     """
 
     source: str
@@ -38,11 +40,13 @@ class Finding:
     seen: str
     is_seen: bool
     cause: str = ""
+    ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         at = f" ({self.location})" if self.location else ""
         why = f"; {self.cause}" if self.cause else ""
-        return f"{self.source or 'no step'}{at}: expected {self.expected}, seen: {self.seen}{why}"
+        where = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return f"{self.source or 'no step'}{at}: expected {self.expected}, seen{where}: {self.seen}{why}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Expectation:
         path: of the module that shows it.
         source: as of :class:`Finding`.
         location: as of :class:`Finding`.
+        cause: where a hook or wrapper is not in force any more, which one.
+        can_be_bypassed: whether gradients of the module's parameters come from its own forward, on this rank.
     """
 
     step: Record | None
@@ -62,6 +68,8 @@ class Expectation:
     path: str
     source: str
     location: str = ""
+    cause: str = ""
+    can_be_bypassed: bool = False
 
 
 def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expectation]:
@@ -75,17 +83,73 @@ def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expect
             of the scheduled model alone, as ``verify`` makes it.
     """
     internals, found = Internals(schedule), []
+    modules = dict(schedule.model.named_modules(remove_duplicate=False))
+    names = {id(module): path for path, module in schedule.model.named_modules()}  # of shared modules the first
     records = list(schedule.records)
     for number, record in enumerate(records):
         if any(_replaces(later, record.path) for later in records[number + 1 :]):
             continue
         if record.primitive.targets is not None and not by_runtime:
             continue
-        node = internals.node(record.path)
-        for effect in record.primitive.effects(node):
-            path = record.path if effect.at is None else effect.at
-            found.append(Expectation(record, effect, path, str(record), record.location))
+        try:
+            node = internals.node(record.path)
+        except PathError:  # a later step took the module out
+            continue
+        for effect in _effects(record, node):
+            if isinstance(effect, Collective) and effect.per == "step" and not by_runtime:
+                continue
+            place = node.module if effect.at is None else modules.get(effect.at)
+            path = names.get(id(place), effect.at or record.path)
+            found.append(
+                Expectation(record, effect, path, str(record), record.location, _gone(node), _computes_alone(node))
+            )
     return found
+
+
+def _gone(node: Node) -> str:
+    """Say which hook or wrapper of a module's steps its calls do not run; empty if none."""
+    module = node.module
+    registered = [hook for hooks in hooks_of(module).values() for hook in hooks.values()]
+    for _, hook in node.hooks:
+        if hook not in registered:
+            return f"the module has no hook {getattr(hook, '__name__', type(hook).__name__)}"
+    if node.wrappers and not isinstance(module.__dict__.get("forward"), forwards.ModuleForward):
+        return "the module's forward is not the wrapped one"
+    return ""
+
+
+def _computes_alone(node: Node) -> bool:
+    """Return whether no other module, and no other stage, uses the module's parameters."""
+    is_staged = node.mesh is not None and "pp" in node.mesh and node.mesh.size("pp") > 1
+    return not is_staged and all(len(node.ties(name)) == 1 for name in node.parameters)
+
+
+def _effects(record: Record, node: Node) -> list[Effect]:
+    """
+    Raises:
+        ApplyError: the primitive's ``effects`` raises, or yields something else; it names the distribution.
+    """
+    hint = "yield effects of slapo_core.effects, e.g. Collective('all_reduce', 'tp')"
+    try:
+        effects = list(record.primitive.effects(node))
+    except SlapoError:
+        raise
+    except Exception as error:
+        raise ApplyError(
+            f"effects() of {record} raised {type(error).__name__}: {error}",
+            path=record.path,
+            plugin=record.distribution,
+            hint=hint,
+        ) from error
+    for effect in effects:
+        if not isinstance(effect, Effect):
+            raise ApplyError(
+                f"effects() of {record} must yield effects (got {type(effect).__name__})",
+                path=record.path,
+                plugin=record.distribution,
+                hint=hint,
+            )
+    return effects
 
 
 def expectations_of_plan(plan: Plan) -> list[Expectation]:
@@ -104,7 +168,8 @@ def _replaces(later: Record, path: str) -> bool:
 def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
     """Compare effects with a record.
 
-    A module that was not called in the record shows no effects, and its expectations are left out.
+    A module that was not called in the record shows no effects, and its expectations are left out, unless it computed
+    all the same.
     """
     findings = []
     of_runtime: dict[tuple[str, str, str], list[tuple[Expectation, Collective]]] = {}
@@ -114,18 +179,55 @@ def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
             of_runtime.setdefault(key, []).append((one, one.effect))
             continue
         calls = record.calls.get(one.path)
-        if (
-            one.step is not None
-            and (calls is None or not calls.forward)
-            and not _fallbacks(record, one.path, here=True)
-        ):
-            continue
-        seen = _compare(one.effect, one, calls or ModuleCalls(), record)
+        seen: Seen | None = None
+        if one.step is None or (calls is not None and calls.forward) or _fallbacks(record, one.path, here=True):
+            seen = _compare(one.effect, one, calls or ModuleCalls(), record)
+        elif isinstance(one.effect, Collective) and any(call.record == one.source for call in record.collectives):
+            # The graph of a module above has its hooks, and calls of its own.
+            seen = _compare(replace(one.effect, times=None), one, ModuleCalls(1, with_gradient=1), record)
+        elif isinstance(one.effect, Calls) and (graph := _graph_with(one.effect.name, one.path, record)) is not None:
+            seen = f"calls of {one.effect.name} in the graph of '{graph}'", True, ""
+        elif _is_bypassed(one, record):
+            seen = "no call of the module, which computes", False, _BYPASSED
         if seen is not None:
             words, is_seen, cause = seen
+            cause = cause if is_seen else cause or one.cause
             findings.append(Finding(one.source, one.location, str(one.effect), words, is_seen, cause))
     findings += filter(None, (_exchange(several, record) for several in of_runtime.values()))
     return findings
+
+
+def _graph_with(name: str, path: str, record: Observed) -> str | None:
+    """Return the module above an uncalled one whose graph made a call of this name; None if there is none."""
+    for each in record.happenings:
+        if each.event == "call" and each.name == name and _below(each.place.module, path):
+            return each.place.module
+    return None
+
+
+_BYPASSED = "its forward ran past its hooks: call the module, not its forward, and do not read its weight instead"
+
+
+def _is_bypassed(one: Expectation, record: Observed) -> bool:
+    """Return whether a module computed without a call, and nothing of the step was seen."""
+    effect = one.effect
+    if not one.can_be_bypassed or not isinstance(effect, (Calls, Collective)) or _runs_code(record, one.path):
+        return False
+    if any(place.record == one.source for place in record.operators):
+        return False
+    if isinstance(effect, Calls) and effect.name == one.path:  # a graph of a module above has its operations
+        return False
+    if isinstance(effect, Collective):  # in a graph of a module above, which does not tell its steps apart
+        kind = (effect.kind, effect.mesh_dim)
+        seen = [call.module for call in record.collectives if (call.kind, call.mesh_dim) == kind and not call.record]
+        if any(_below(module, one.path) for module in seen):
+            return False
+    has_gradient = any(  # of a parameter of its own
+        place.module == one.path and place.phase == "backward" and not place.record for place in record.operators
+    )
+    return has_gradient or any(
+        calls.forward and path != one.path and _below(one.path, path) for path, calls in record.calls.items()
+    )
 
 
 def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -> Finding | None:
@@ -184,12 +286,15 @@ _NUMBER = 8
 
 def _times(effect: Collective, path: str, calls: Mapping[str, int], record: Observed) -> int:
     """Return how often a collective of a module is made in the watched steps; only in its backward if there was one."""
-    has_backward = any(
-        place.phase in ("backward", "recomputation") and _below(path, place.module) for place in record.operators
-    )
-    if effect.per != "forward" and not has_backward:
+    if effect.per != "forward" and not _has_backward(record, path):
         return 0
     return (effect.times or 0) * (record.steps if effect.per == "step" else calls[path])
+
+
+def _has_backward(record: Observed, path: str) -> bool:
+    return any(
+        place.phase in ("backward", "recomputation") and _below(path, place.module) for place in record.operators
+    )
 
 
 Seen = tuple[str, bool, str]
@@ -223,21 +328,39 @@ def _(effect: Collective, one: Expectation, calls: ModuleCalls, record: Observed
     per_call = {"forward": calls.forward, "backward": calls.with_gradient, "step": record.steps}[effect.per]
     if not per_call:
         return None
-    same = {
+    own = {
         call: count
         for call, count in record.collectives.items()
-        if (call.kind, call.mesh_dim) == (effect.kind, effect.mesh_dim)
+        if call.kind == effect.kind
         and (call.phase == effect.per if effect.per != "step" else call.phase != "recomputation")
-        and (call.record == one.source or (effect.at is not None and call.module == effect.at))
+        and (call.record == one.source or _is_message(effect) or effect.at == call.module)
     }
-    if not same and _runs_code(record, one.path):
+    same = {
+        call: count
+        for call, count in own.items()
+        if call.mesh_dim == effect.mesh_dim
+        or (_is_message(effect) and effect.mesh_dim in call.mesh_dim.split("_"))  # of a group of more ranks
+    }
+    if not own and _runs_code(record, one.path):
         return None
-    what = f"{effect.kind} over '{effect.mesh_dim}'"
-    words, is_seen, cause = _counted(sum(same.values()), effect.times, per_call, what)
+    made = sum(same.values())
+    words, is_seen, cause = _counted(made, effect.times, per_call, f"{effect.kind} over '{effect.mesh_dim}'")
+    if effect.per == "backward" and not is_seen:
+        if not made and not _has_backward(record, one.path):
+            return None  # no gradient came back to its output
+        is_seen = 0 < made <= (effect.times or 1) * per_call  # of several outputs some may have no gradient
     types = sorted({call.dtype for call in same})
     if effect.dtype is not None and same and types != [effect.dtype]:
         return f"{words} in {', '.join(types)}", False, "another type was communicated"
+    if own and not same:
+        other = next(iter(own))
+        cause = f"it ran over {repr(other.mesh_dim) if other.mesh_dim else f'a group of {other.ranks} ranks'}"
     return words, is_seen, cause
+
+
+def _is_message(effect: Collective) -> bool:
+    """Return whether a runtime sends or receives for a step, between code of modules."""
+    return effect.kind in ("send", "recv")
 
 
 def _within(one: Expectation, place: Place) -> bool:
@@ -261,15 +384,19 @@ def _(effect: Calls, one: Expectation, calls: ModuleCalls, record: Observed) -> 
         words, is_seen, cause = _counted(called.forward, effect.times, calls.forward, f"calls of {effect.name}")
         former = _fallbacks(record, one.path, here=True)
         return words, is_seen and not former, f"{former[0]} runs" if former else cause
+    per_call = calls.forward if effect.per == "forward" else calls.with_gradient
+    if effect.per == "backward" and not (per_call and _has_backward(record, one.path)):
+        return None
     seen = _events(
         record,
         one.path,
-        lambda each: each.event == "call" and each.name == effect.name and each.place.phase == "forward",
+        lambda each: each.event == "call" and each.name == effect.name and each.place.phase == effect.per,
     )
     fallbacks = _fallbacks(record, one.path)
     if not seen and not fallbacks and _runs_code(record, one.path):
         return None
-    words, is_seen, cause = _counted(seen, effect.times, calls.forward, f"calls of {effect.name}")
+    words, is_seen, cause = _counted(seen, effect.times, per_call, f"calls of {effect.name}")
+    is_seen = is_seen or (effect.per == "backward" and 0 < seen <= (effect.times or 1) * per_call)
     if fallbacks:
         return words, False, f"it ran its fallback: {fallbacks[0]}"
     return words, is_seen, cause
@@ -292,16 +419,18 @@ def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed
         seen = sum(count for each, count in again.items() if not each.name and _below(one.path, each.place.module))
     if not seen and _needs_no_gradient(calls, one.path, record):
         return None
+    if not seen and any(each.name and each.name != one.path and _below(one.path, each.name) for each in again):
+        return None  # a checkpoint below keeps all that this one would
     cause = "" if seen else "it ran without gradients, or another forward runs"
-    words, is_seen, _ = _counted(seen, None, calls.forward, "recomputed forwards")
-    return words, is_seen, cause
+    return (*_counted(seen, None, calls.forward, "recomputed forwards")[:2], cause)
 
 
 def _needs_no_gradient(calls: ModuleCalls, path: str, record: Observed) -> bool:
     """Return whether no backward pass can have needed the activations of a module, or compiled code kept them."""
     backward = [place.module for place in record.operators if place.phase == "backward"]
     is_reached = any(_below(path, module) for module in backward)
-    return not backward or (calls.with_gradient > 0 and not is_reached) or _runs_code(record, path)
+    is_frozen = not calls.differentiable and not any(_below(path, each) for each in record.trained)
+    return not backward or is_frozen or (calls.differentiable > 0 and not is_reached) or _runs_code(record, path)
 
 
 @_compare.register(Compiled)
@@ -350,8 +479,8 @@ def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Obse
         each
         for (place, features), each in record.largest.items()
         if features == effect.features
-        and (place.record == one.source or _below(one.path, place.module))
-        and math.prod(each.shape) >= calls.rows * features
+        and _below(one.path, place.module)
+        and math.prod(each.shape) > (calls.rows - 1 if effect.rows is None else effect.rows) * features
         and each.dtype in ("float64", "float32", "bfloat16", "float16")
     ]
     if not large:

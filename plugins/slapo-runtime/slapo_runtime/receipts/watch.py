@@ -86,6 +86,7 @@ class ModuleCalls:
         forward: those of forward passes.
         recomputed: those within backward passes.
         with_gradient: of those of forward passes, the ones with an input that requires a gradient.
+        differentiable: likewise, with an output that requires a gradient.
         rows: the most rows, of all axes but the last, of an input.
         inputs: types of floating-point inputs of forward passes, e.g. ``"bfloat16"``.
         outputs: likewise of outputs.
@@ -94,6 +95,7 @@ class ModuleCalls:
     forward: int = 0
     recomputed: int = 0
     with_gradient: int = 0
+    differentiable: int = 0
     rows: int = 0
     inputs: set[str] = field(default_factory=set)
     outputs: set[str] = field(default_factory=set)
@@ -112,6 +114,7 @@ class Observed:
         products: types of matrix products, for each place.
         largest: the largest result for each place, of those with one number of elements along the last axis.
         parameters: types of the parameters of a module itself, by its path, after the steps.
+        trained: paths of modules with trained parameters of their own.
     """
 
     steps: int = 0
@@ -122,6 +125,7 @@ class Observed:
     products: dict[Place, Counter[str]] = field(default_factory=dict)
     largest: dict[tuple[Place, int], Allocation] = field(default_factory=dict)
     parameters: dict[str, set[str]] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
 
 
 class Watch:
@@ -196,7 +200,9 @@ class Watch:
             if path is None and module in self._places.replaced:
                 place = Place(self._places.replaced[module], "", position.phase)
                 self.record.happenings[Happening("fallback", "the module that it replaced", (), place)] += 1
-            if path is None or is_recording():  # nodes of a graph are not calls of the model
+            if is_recording() and position.step != "recording":
+                return position.run_as("recording", run, module, *args, **kwargs)
+            if path is None or position.step == "recording":
                 return run(module, *args, **kwargs)
             if position.step == "optimizer":
                 position.begin("forward")
@@ -216,20 +222,26 @@ class Watch:
                     seen.inputs.add(dtype_name(each.dtype))
             seen.with_gradient += requires_grad and torch.is_grad_enabled()
             output = run(module, *args, **kwargs)
-            seen.outputs.update(dtype_name(each.dtype) for each in _tensors(output) if each.dtype.is_floating_point)
+            outputs = list(_tensors(output))
+            seen.differentiable += any(each.requires_grad for each in outputs)
+            seen.outputs.update(dtype_name(each.dtype) for each in outputs if each.dtype.is_floating_point)
             return output
 
         return module_calls_through(count)
 
     def _happened(self, position: PositionTracker, event: str, name: str, facts: Mapping[str, Any]) -> None:
+        if position.step == "recording":
+            return
         place = Place(*position.place)
         self.record.happenings[Happening(event, name, tuple(sorted(facts.items())), place)] += 1
 
     def _note_parameters(self) -> None:
         for path, module in self._modules:
-            types = {dtype_name(each.dtype) for each in parameters_of(module).values() if each is not None}
-            if types:
-                self.record.parameters[path] = types
+            own = [each for each in parameters_of(module).values() if each is not None]
+            if own:
+                self.record.parameters[path] = {dtype_name(each.dtype) for each in own}
+            if any(each.requires_grad for each in own):
+                self.record.trained.add(path)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -321,6 +333,8 @@ class Operations(TorchDispatchMode):
         memory: observes operations that may allocate, too; None: nothing does.
     """
 
+    supports_higher_order_operators = True  # compiled code with dropout under checkpointing has some
+
     def __init__(
         self, record: Observed, position: PositionTracker, groups: MeshGroups, memory: MemoryTracker | None = None
     ) -> None:
@@ -337,7 +351,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self._waits:
+        if func in self._waits or self._position.step == "recording":
             return func(*args, **kwargs)
         for kind in types:
             if kind not in _PLAIN:
@@ -363,7 +377,7 @@ class Operations(TorchDispatchMode):
 
     def _note(self, operation: _Operation, result: Any, args: Any) -> None:
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if not _has_strides(leaf) or isinstance(leaf, FakeTensor):
+            if not _has_strides(leaf) or leaf.is_meta or isinstance(leaf, FakeTensor):
                 continue
             shape, dtype = leaf.shape, leaf.dtype
             size = leaf.nbytes

@@ -142,7 +142,7 @@ def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool =
     return live_state(sch, "state_dict").state_dict(rank0_only=rank0_only, include_added=include_added)
 
 
-def load_state_dict(sch: Schedule, state: Mapping[str, Any]) -> None:
+def load_state_dict(sch: Schedule, state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
     """Load a reference model's weights; every rank keeps its own shards.
 
     Use it instead of ``model.load_state_dict()``, which takes this rank's shards. A collective: every rank calls it,
@@ -150,7 +150,8 @@ def load_state_dict(sch: Schedule, state: Mapping[str, Any]) -> None:
 
     Args:
         sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
-        state: full tensors by the reference model's names, as of its ``state_dict()``.
+        state: full tensors by the reference model's names, as of its ``state_dict()``; or a directory of
+            ``save_pretrained``, of which each rank reads its own shards.
 
     Raises:
         ArgumentError: not a schedule.

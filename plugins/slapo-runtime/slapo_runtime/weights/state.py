@@ -173,8 +173,8 @@ class ModelState:
             )
         return None
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor] | WeightsSource) -> None:
-        """Load a :meth:`state_dict`: every rank copies its own shards into the live tensors.
+    def load_state_dict(self, state: Mapping[str, torch.Tensor] | WeightsSource | str | os.PathLike[str]) -> None:
+        """Load a :meth:`state_dict`, or a directory of safetensors, into the live tensors: each rank its own shards.
 
         Raises:
             WeightsError: missing or unexpected names, or wrong shapes; nothing was changed.

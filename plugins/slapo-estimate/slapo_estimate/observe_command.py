@@ -1,0 +1,169 @@
+"""The command ``slapo observe``."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slapo_core import Command
+from slapo_core.cli import print_json
+from slapo_estimate.commands import batch_of, find, find_device, mesh_of, no_steps, optimizer_of, progress
+
+if TYPE_CHECKING:
+    from slapo_runtime.receipts import Observation
+
+
+class ObserveCommands(Command):
+    """Run training steps of a schedule, and report what each of its steps did."""
+
+    name = "observe"
+
+    def app(self) -> typer.Typer:
+        app = typer.Typer()
+        app.command()(observe)
+        return app
+
+
+def observe(
+    model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="A function that returns the model.")],
+    schedule: Annotated[
+        str | None,
+        typer.Option("--schedule", metavar="MODULE:FN", help="A function of the schedule that applies steps."),
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", metavar="SIZES", help="Declared sizes, outermost first: dp=2,tp=2.")
+    ] = None,
+    batch: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--batch",
+            metavar="MODULE:FN|NAME=SHAPE:DTYPE",
+            help="One rank's batch: a function that returns it; or its tensors, repeated: input_ids=4x512:int64. "
+            "Floats are random; integers are zeros, or ones if the name contains 'mask'. SHAPE:DTYPE without a name is "
+            "positional.",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Observed training steps.")] = 1,
+    loss: Annotated[
+        str | None, typer.Option("--loss", metavar="MODULE:FN", help="loss(output, batch), as for build.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", help="Observe an engine of this dialect; default: the scheduled model alone."),
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help="Of an engine: a class of torch.optim, or MODULE:FN as for build.")
+    ] = "AdamW",
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches of an engine's step.")] = 1,
+    microbatches: Annotated[
+        int | None,
+        typer.Option("--microbatches", min=1, help="Micro-batches of a pipeline; default: as for build."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="A JSON file for the target's option config, e.g. DeepSpeed's."),
+    ] = None,
+    with_estimate: Annotated[
+        bool, typer.Option("--estimate", help="Estimate the step, too, and show both side by side.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="FILE|NAME", help="Of the estimate's time; see `slapo estimate`.")
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for the processes.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+) -> None:
+    """Run training steps of a schedule, and report the effects of its steps that were seen.
+
+    Starts the processes of the mesh on this machine's CPU. Exits with 1 if an effect is missing, and with 2 if the
+    steps cannot run. Modules are imported from the current directory. Example:
+
+    slapo observe bert:make_model --schedule bert:schedule --mesh tp=2 --batch input_ids=2x64:int64
+    --batch labels=2x64:int64
+    """
+    from slapo_core.errors import SlapoError
+
+    sizes = mesh_of(mesh)
+    spec = None if device is None else find_device(device)
+    if not batch:
+        raise typer.BadParameter("required, e.g. --batch input_ids=2x64:int64", param_hint="--batch")
+    sys.path.insert(0, str(Path.cwd()))
+    make_model = find(model, "MODULE:MODEL_FN")
+    apply = no_steps if schedule is None else find(schedule, "--schedule")
+    compute_loss = None if loss is None else find(loss, "--loss")
+    inputs, factory = batch_of(batch), optimizer_of(optimizer) if target is not None else None
+    options: dict[str, Any] = {} if microbatches is None else {"microbatches": microbatches}
+    options |= {} if config is None else {"config": str(config)}
+    arguments = {"optimizer": factory, "loss": compute_loss, "accumulate": accumulate, **options}
+    try:
+        with progress(None, "observing") as tell:
+            tell(f"training steps on {sizes or 'one rank'}")
+            build = None if target is None else {"target": target, **arguments}
+            found = _observed(make_model, apply, inputs, sizes, steps, compute_loss, build, timeout)
+        comparison = None
+        if with_estimate:
+            from slapo_estimate.estimates import estimate_functions
+
+            with progress(None, "estimating") as tell:
+                tell(f"a training step on {sizes or 'one rank'}")
+                predicted = estimate_functions(
+                    make_model,
+                    apply,
+                    inputs,
+                    mesh=sizes,
+                    device=spec,
+                    target=target or "torch",
+                    timeout=timeout,
+                    **arguments,
+                )
+            comparison = found.compare(predicted)
+    except SlapoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except Exception as error:
+        traceback.print_exc()  # of the user's code
+        raise typer.Exit(2) from error
+    if as_json:
+        print_json({**found.to_json(), **({} if comparison is None else {"estimate": comparison.to_json()})})
+    else:
+        print(found)
+        if comparison is not None:
+            print(f"\n{comparison}")
+    if found.missing:
+        raise typer.Exit(1)
+
+
+def _observed(
+    make_model: Callable[[], Any],
+    apply: Callable[[Any], Any],
+    batch: Any,
+    sizes: Mapping[str, int] | None,
+    steps: int,
+    loss: Callable[..., Any] | None,
+    build: Mapping[str, Any] | None,
+    timeout: float,
+) -> Observation:
+    import torch
+
+    import slapo_core as slapo
+    from slapo_estimate.private import tree_map_only
+    from slapo_runtime.receipts.observing import observe_schedule
+
+    generator = torch.Generator().manual_seed(0)
+
+    def with_values(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if not tensor.dtype.is_floating_point:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+    torch.manual_seed(0)
+    schedule = slapo.create_schedule(make_model(), mesh=sizes)
+    apply(schedule)
+    given = tree_map_only(torch.Tensor, with_values, batch)
+    return observe_schedule(schedule, given, {"steps": steps, "loss": loss}, build, timeout=timeout)

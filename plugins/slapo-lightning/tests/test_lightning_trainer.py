@@ -1,0 +1,103 @@
+"""A scheduled model under Lightning's Trainer logs, saves and resumes as under Lightning alone, in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slapo_testing import preload_modules, run_ranks
+
+from .lightning_model import LAYOUTS, SAMPLES, fitted, saved
+
+preload_modules("lightning.pytorch", "torchmetrics", "torch.distributed.fsdp", "slapo_tp", "slapo_lightning")
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
+
+RESUMED = {"tp": "fsdp x tp", "dp x tp": "dp x tp", "fsdp x tp": "dp x tp"}
+"""Layout -> that of the checkpoint from which its second epoch goes on."""
+BY_TWO = ("dp x tp", "fsdp x tp")
+
+Runs = dict[str, Any]
+
+
+def _alone(root: Path) -> Runs:
+    return {"alone": fitted(root / "alone", None, epochs=2), "two": fitted(root / "two", None, accumulate=2)}
+
+
+def _scheduled(root: Path) -> Runs:
+    runs = {name: fitted(root / name, name, epochs=2) for name in LAYOUTS}
+    runs |= {f"{name}, two": fitted(root / f"{name}, two", name, accumulate=2) for name in BY_TWO}
+    for name, before in RESUMED.items():
+        run = f"{name}, resumed"
+        runs[run] = fitted(root / run, name, epochs=2, resume=root / before / "epoch=0.ckpt")
+    return runs
+
+
+def _alone_again(root: Path) -> Runs:
+    return {"alone, resumed": fitted(root / "alone, resumed", None, epochs=2, resume=root / "dp x tp" / "epoch=0.ckpt")}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[tuple[Path, Runs]]:
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        (found,) = run_ranks(_alone, root, world_size=1)
+        ranks = run_ranks(_scheduled, root, world_size=4, timeout=300)
+        assert all(theirs == ranks[0] for theirs in ranks), "ranks log other values"
+        (again,) = run_ranks(_alone_again, root, world_size=1)
+        yield root, found | ranks[0] | again
+
+
+def close(values: Any) -> Any:
+    return pytest.approx(values, rel=1e-9)
+
+
+def assert_equal_files(file: Path, other: Path, *, exactly: bool = False) -> None:
+    for ours, theirs in zip(saved(file), saved(other), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0 if exactly else 1e-9, atol=0.0 if exactly else 1e-12)
+
+
+def test_losses_rates_norms_and_metrics_are_those_of_lightning_alone(runs: tuple[Path, Runs]) -> None:
+    _, found = runs
+    for name in (*LAYOUTS, *(f"{name}, two" for name in BY_TWO)):
+        run, alone = found[name], found["two" if name.endswith("two") else "alone"]
+        for ours, theirs in zip(run["losses"], alone["losses"], strict=True):
+            assert ours == close(theirs), name
+        assert run["norms"] == close(alone["norms"]), name
+        for stage in ("logged", "tested"):
+            assert run[stage] == close(alone[stage]), name
+            assert run[stage]["samples"] == run[stage]["summed"] == SAMPLES, name
+
+
+def test_accumulated_batches_exchange_no_gradients(runs: tuple[Path, Runs]) -> None:
+    _, found = runs
+    for name in BY_TWO:
+        assert found[name]["exchanged"] == [True] * 6, name
+        assert found[f"{name}, two"]["exchanged"] == [False, True, True], name
+
+
+def test_checkpoints_are_those_of_lightning_alone(runs: tuple[Path, Runs]) -> None:
+    root, _ = runs
+    for name in LAYOUTS:
+        for file in ("epoch=0.ckpt", "epoch=1.ckpt"):
+            assert_equal_files(root / name / file, root / "alone" / file)
+
+
+def test_a_checkpoint_resumes_under_the_same_and_other_layouts(runs: tuple[Path, Runs]) -> None:
+    root, found = runs
+    for name in (*RESUMED, "alone"):
+        is_same = RESUMED.get(name) == name
+        for ours, theirs in zip(found[f"{name}, resumed"]["losses"], found[name]["losses"][3:], strict=True):
+            assert ours == (theirs if is_same else close(theirs)), name
+        assert_equal_files(root / f"{name}, resumed" / "epoch=1.ckpt", root / name / "epoch=1.ckpt", exactly=is_same)
+
+
+def test_ranks_that_find_other_checkpoints_best_save_together(runs: tuple[Path, Runs]) -> None:
+    root, _ = runs  # the second epoch is better on some ranks, which would save and wait for the others
+    for name in LAYOUTS:
+        assert torch.load(root / name / "best" / "best.ckpt", weights_only=False)["epoch"] == 0
+    assert torch.load(root / "alone" / "best" / "best.ckpt", weights_only=False)["epoch"] == 1

@@ -1,0 +1,178 @@
+"""What a host does not carry out is refused in words, and the names of hosts that are used are there."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+
+import slapo_core as slapo
+from slapo_transformers import ScheduledTrainerMixin, SlapoTrainer, accelerators, checkpoints, prepare
+from tests.messages import Messages
+
+from .training_runs import arguments, model, trainer
+
+ARGUMENTS: dict[str, Any] = {
+    "torch_compile": True,
+    "use_liger_kernel": True,
+    "deepspeed": "zero.json",
+    "fsdp": "full_shard",
+    "parallelism_config": "ParallelismConfig(tp_size=2)",
+    "fp16": True,
+    "save_on_each_node": True,
+    "train_sampling_strategy": "batch_rebalance",
+    "_n_gpu": 2,
+}
+
+
+def changed(directory: Path, name: str, value: Any) -> Any:
+    """Return arguments with one value, which the machine might refuse by itself."""
+    args = arguments(directory)
+    setattr(args, name, value)
+    return args
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_beside_the_schedule_are_refused(name: str, tmp_path: Path, message: Messages) -> None:
+    sch = slapo.create_schedule(model("llama"))
+    with pytest.raises(slapo.ArgumentError) as caught:
+        trainer(SlapoTrainer, changed(tmp_path, name, ARGUMENTS[name]), schedule=sch)
+    message(caught, "GPUs" if name == "_n_gpu" else name)
+
+
+def test_samples_that_one_process_sends_are_refused(tmp_path: Path, message: Messages) -> None:
+    args = arguments(tmp_path, accelerator_config={"dispatch_batches": True})
+    with pytest.raises(slapo.ArgumentError) as caught:
+        trainer(SlapoTrainer, args, schedule=slapo.create_schedule(model("llama")))
+    message(caught, "dispatch_batches")
+
+
+def test_recomputing_twice_is_refused(tmp_path: Path, message: Messages) -> None:
+    sch = slapo.create_schedule(model("llama"))
+    sch["model.layers.*"].checkpoint()
+    with pytest.raises(slapo.ArgumentError) as caught:
+        trainer(SlapoTrainer, changed(tmp_path, "activation_checkpointing", True), schedule=sch)
+    message(caught, "recompute")
+    sch.undo()
+    sch.undo()
+    assert trainer(SlapoTrainer, changed(tmp_path, "activation_checkpointing", True), schedule=sch).schedule is sch
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"cp": 2, "tp": 2}, {"tp": 2}], ids=["stages", "context", "abstract"])
+def test_meshes_that_no_host_runs_are_refused(mesh: dict[str, int], tmp_path: Path, message: Messages) -> None:
+    sch = slapo.create_schedule(model("llama"), mesh=mesh)
+    with pytest.raises(slapo.MeshError) as caught:
+        trainer(SlapoTrainer, arguments(tmp_path), schedule=sch)
+    message(caught, str(mesh))
+    with pytest.raises(slapo.MeshError):
+        prepare(accelerate.Accelerator(cpu=True), sch, torch.optim.SGD(sch.model.parameters()))
+
+
+def test_a_mesh_of_another_launch_is_refused(message: Messages) -> None:
+    sch = slapo.create_schedule(model("llama"), mesh={"tp": 1})
+    with pytest.raises(slapo.MeshError) as caught:
+        accelerators.check_schedule(sch, 2)
+    message(caught, "world size 2")
+
+
+def test_what_is_not_the_schedule_of_the_model_is_refused(tmp_path: Path, message: Messages) -> None:
+    sch, args = slapo.create_schedule(model("llama")), arguments(tmp_path)
+    for given in ({"schedule": sch.model}, {"schedule": sch, "model": model("llama")}, {"schedule": "tp"}):
+        with pytest.raises(slapo.ArgumentError) as caught:
+            trainer(SlapoTrainer, args, **given)
+        message(caught, "schedule")
+    with pytest.raises(slapo.ArgumentError) as caught:
+        trainer(SlapoTrainer, args, schedule=sch, model_init=lambda: model("llama"))
+    message(caught, "model_init")
+
+
+def test_a_function_makes_the_schedule_after_model_init(tmp_path: Path) -> None:
+    made = []
+
+    def make(fresh: Any) -> slapo.Schedule:
+        made.append(slapo.create_schedule(fresh))
+        return made[-1]
+
+    args = arguments(tmp_path, max_steps=1, eval_strategy="no")
+    run = trainer(SlapoTrainer, args, model_init=lambda: model("llama"), schedule=make)
+    run.train()
+    assert len(made) == 2
+    assert run.schedule is made[-1]
+    assert run.model is run.schedule.model is run.accelerator.schedule.model
+    fresh = model("llama")
+    assert trainer(SlapoTrainer, args, model=fresh, schedule=make).schedule.model is fresh
+
+
+def test_older_checkpoints_stay_until_a_save_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "eval_strategy": "no"}
+    run = trainer(SlapoTrainer, arguments(tmp_path, **options), schedule=slapo.create_schedule(model("llama")))
+    written = checkpoints.write_manifest
+
+    def full(directory: Path, mesh: Any) -> None:
+        if directory.name == "checkpoint-2":
+            raise OSError("no space left on device")
+        written(directory, mesh)
+
+    monkeypatch.setattr("slapo_transformers.trainer.write_manifest", full)
+    with pytest.raises(OSError, match="no space"):
+        run.train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    assert checkpoints.newest(tmp_path) == tmp_path / "checkpoint-1"
+    assert run.args.save_total_limit == 1
+    monkeypatch.undo()
+    run.train(resume_from_checkpoint=True)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3"}
+    with pytest.raises(slapo.ArgumentError, match="no complete checkpoint"):
+        trainer(SlapoTrainer, arguments(tmp_path / "empty"), schedule=run.schedule).train(resume_from_checkpoint=True)
+
+
+OWN = {"_attach", "_wait", "_parameter_counts", "_shared", "_one_of_each_replica", "_first_ranks", "schedule", "steps"}
+SEAMS: dict[type, type] = {
+    ScheduledTrainerMixin: transformers.Trainer,
+    accelerators.ScheduledAccelerator: accelerate.Accelerator,
+    accelerators.ScheduledOptimizer: AcceleratedOptimizer,
+    accelerators.ScheduledScheduler: AcceleratedScheduler,
+}
+
+
+def called(base: type, method: str, *names: str) -> list[str]:
+    """Return the names that a method of a host no longer reads."""
+    source = inspect.getsource(getattr(base, method))
+    return [f"{base.__name__}.{method} -> {name}" for name in names if name not in source]
+
+
+def test_each_seam_of_a_host_is_where_it_was() -> None:
+    moved = [
+        f"{base.__name__}.{name}"
+        for own, base in SEAMS.items()
+        for name in vars(own)
+        if not name.startswith("__") and name not in OWN and not hasattr(base, name)
+    ]
+    host: Any = transformers.Trainer
+    moved += called(host, "_save_checkpoint", "save_model", "_save_optimizer_and_scheduler", "_save_rng_state")
+    moved += called(host, "_save_checkpoint", "save_total_limit", "rotate_checkpoints")
+    moved += called(host, "_clip_grad_norm", "accelerator.clip_grad_norm_")
+    moved += called(host, "_get_grad_norm", "accelerator.clip_grad_norm_")
+    moved += called(host, "compute_loss", "average_tokens_across_devices", "accelerator.num_processes")
+    moved += called(host, "_get_num_items_in_batch", "accelerator.gather")
+    moved += called(host, "_track_num_input_tokens", "accelerator.gather")
+    moved += called(host, "evaluation_loop", "gather_function", "prediction_step")
+    moved += called(host, "_get_dataloader", "accelerator.prepare", "seed_worker", "process_index")
+    moved += called(host, "_load_optimizer_and_scheduler", "optimizer.load_state_dict")
+    moved += called(host, "_load_rng_state", "rng_state.pth", "process_index")
+    moved += called(host, "_finalize_training", "_load_best_model")
+    moved += called(host, "train", "_load_from_checkpoint")
+    moved += called(host, "_prepare_for_training", "accelerator.prepare")
+    moved += called(host, "_save", "state_dict=state_dict", "should_save")
+    moved += called(accelerate.Accelerator, "prepare_data_loader", "self.num_processes", "self.process_index")
+    moved += called(accelerate.Accelerator, "save_state", "get_state_dict")
+    moved += called(accelerate.Accelerator, "load_state", "_load_model_state_pre_hook")
+    moved += called(AcceleratedScheduler, "step", "split_batches", "num_processes")
+    assert moved == [], f"a release has moved: {', '.join(moved)}"
