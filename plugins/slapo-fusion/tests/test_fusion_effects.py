@@ -388,3 +388,13 @@ def test_what_is_not_replayed_only_while_it_is_watched_is_no_alarm() -> None:
     with FlopCounterMode(display=False):
         assert not slapo.observe(sch, X).findings
     assert len(slapo.observe(sch, X).findings) == 2
+
+
+def test_a_fused_region_that_calls_a_module_is_compiled_while_it_is_observed() -> None:
+    sch: Any = slapo.create_schedule(nn.Sequential(Activated(), Activated()), example_inputs=X)
+    sch["*.up"].checkpoint()
+    sch["*"].trace()
+    sch["*"].apply(Fuse(lambda x: F.gelu(slapo.patterns.call_module("up", x)), "aot_eager"))
+    found = slapo.observe(sch, X)
+    assert not found.missing
+    assert len(found.findings) == 4
