@@ -152,6 +152,16 @@ def _effects(record: Record, node: Node) -> list[Effect]:
     return effects
 
 
+def left_to_targets(schedule: Schedule) -> str | None:
+    """Name the steps that do nothing in a run without a target; None if there are none."""
+    left = [record for record in schedule.records if record.primitive.targets is not None]
+    if not left:
+        return None
+    targets = sorted({repr(target) for record in left for target in record.primitive.targets or ()})
+    more = f" and {len(left) - 1} more" if left[1:] else ""
+    return f"without target {' or '.join(targets)} these steps do nothing: {left[0]}{more}"
+
+
 def expectations_of_plan(plan: Plan) -> list[Expectation]:
     """Return the effects of a dialect's own."""
     source = f"target '{plan.target}'"
@@ -285,7 +295,7 @@ def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -
 _COUNTS = ("bool", "int32", "int64")
 """Types of what runtimes exchange about tensors, beside the tensors."""
 _NUMBER = 8
-"""Bytes of one number, e.g. a norm, whose sum is no exchange of gradients."""
+"""Bytes of one number, e.g. of a norm; its sum over ranks does not exchange gradients."""
 
 
 def _times(effect: Collective, path: str, calls: Mapping[str, int], record: Observed) -> int:
@@ -493,14 +503,20 @@ def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Obse
     return f"{tuple(found.shape)} of {found.operator} in {found.place.module or 'the model'}", False, ""
 
 
-def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[Finding]:
+def unexplained(record: Observed, expected: Iterable[Expectation], *, by_runtime: bool = False) -> Iterator[Finding]:
     """Yield collectives over the mesh in passes of the model that no step made.
 
-    A runtime's own mesh dimensions, those of its effects, are left out. Compiled code does not tell whose its
-    collectives are: there, steps below the module that expect any over the mesh dimension explain them.
+    Compiled code does not tell whose its collectives are: there, steps below the module that expect any over the mesh
+    dimension explain them.
+
+    Args:
+        record: of the training steps.
+        expected: the mesh dimensions of a runtime's own effects are left out.
+        by_runtime: whether a runtime trains the model; it exchanges what it needs over replicas and stages.
     """
     effects = [(one, one.effect.mesh_dim) for one in expected if isinstance(one.effect, Collective)]
     known = {mesh_dim for one, mesh_dim in effects if one.step is None}
+    known |= {"dp", "dp_replicate", "pp"} if by_runtime else set()
     found: dict[tuple[str, str, str], int] = {}
     for call, count in record.collectives.items():
         if call.mesh_dim and call.in_passes and not call.record and call.mesh_dim not in known:
