@@ -45,7 +45,7 @@ def kernels_of_cuda() -> Iterator[None]:
     overrides.impl("scaled_dot_product_attention", _memory_efficient, "AutogradCPU")
     composite = torch.ops.aten.rms_norm.default.decompose
     overrides.impl("rms_norm", partial(run_from, ONE_KERNEL, composite), "AutogradCPU")
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", "Meta"):  # before torch 2.13
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", "Meta"):  # torch 2.11
         overrides.impl("addmm.dtype_out", lambda *_, out, **__: out, "Meta")
     try:
         with simulated_device("cuda"):

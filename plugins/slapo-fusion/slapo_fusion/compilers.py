@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import warnings
@@ -42,8 +41,8 @@ from slapo_fusion.private import (
     inductor_modes,
     inductor_options,
     lookup_backend,
-    recompile_limit,
     top_saved_tensors_hooks,
+    with_recompile_limit,
 )
 from slapo_graph.match import Region
 
@@ -252,8 +251,10 @@ class Compiled:
             self._compiled[fullgraph] = torch.compile(
                 self.function, backend=self.backend, fullgraph=fullgraph, dynamic=self.dynamic, **_LIMIT
             )
-        with _limited():
-            return self._compiled[fullgraph](*args, **kwargs)
+        compiled = self._compiled[fullgraph]
+        if _LIMIT:
+            return compiled(*args, **kwargs)
+        return with_recompile_limit(_MOST_VARIANTS, compiled, *args, **kwargs)  # torch's own limit is 8
 
     def _watched(self, args: Any, kwargs: Any) -> Any:
         code = getattr(inspect.unwrap(self.function), "__code__", None)
@@ -278,13 +279,6 @@ class Compiled:
     def __reduce__(self) -> Any:
         options: dict[str, Any] = {"where": self.where, "fullgraph": self.fullgraph, "dynamic": self.dynamic}
         return functools.partial(Compiled, **options, part=self.part), (self.function, self.backend)
-
-
-def _limited() -> contextlib.AbstractContextManager[Any]:
-    """Set the limit for a call, where ``torch.compile`` takes none; torch's own is 8."""
-    if _LIMIT:
-        return contextlib.nullcontext()
-    return recompile_limit(_MOST_VARIANTS)  # type: ignore[no-any-return]
 
 
 def backend_problem(backend: Backend) -> tuple[str, str] | None:

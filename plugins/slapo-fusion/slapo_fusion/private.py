@@ -104,9 +104,14 @@ def compile_errors() -> type[Exception]:
     return torch._dynamo.exc.TorchDynamoException
 
 
-def recompile_limit(limit: int) -> Any:
-    """Set the recompile limit of ``torch.compile``."""
-    return torch._dynamo.config.patch(recompile_limit=limit)
+def with_recompile_limit(limit: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function under a recompile limit of ``torch.compile``; ``config.patch`` takes half as long as a region."""
+    config = torch._dynamo.config
+    before, config.recompile_limit = config.recompile_limit, limit
+    try:
+        return function(*args, **kwargs)
+    finally:
+        config.recompile_limit = before
 
 
 def has_registered_backward(operator: torch.library.CustomOpDef) -> bool:

@@ -244,6 +244,23 @@ def test_repeated_compile_and_uncalled_modules_are_refused(message: Messages) ->
     message(refused, "compiled already")
 
 
+@pytest.mark.parametrize("per_function", [True, False])
+def test_a_function_has_more_variants_than_the_limit_of_torch(
+    per_function: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ``torch.compile(recompile_limit=)``, or where it takes none (torch 2.11) by its configuration."""
+    if not per_function:
+        monkeypatch.setattr(compilers, "_LIMIT", {})
+    elif not compilers._LIMIT:
+        pytest.skip("torch.compile takes no recompile_limit")
+    torch._dynamo.reset()
+    twice = compilers.Compiled(lambda x: x + x, compilers.Backend("eager"), where="twice", fullgraph=True)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for axes in range(3):
+            assert twice(torch.ones((2,) * axes)).shape == (2,) * axes
+        assert torch._dynamo.config.recompile_limit == 1
+
+
 def test_autocast_no_grad_and_gradients_of_gradients() -> None:
     model, x = layers(), torch.randn(2, 6, requires_grad=True)
     twin = copy.deepcopy(model).eval()

@@ -78,8 +78,9 @@ def test_the_compiler_says_what_it_knows() -> None:
     assert "fallback_random" in private.inductor_options()
     with pytest.raises(private.compile_errors()):
         private.lookup_backend("no-such-backend")
-    with private.recompile_limit(3):
-        assert torch._dynamo.config.recompile_limit == 3
+    before = torch._dynamo.config.recompile_limit
+    limit = private.with_recompile_limit(3, lambda plus: torch._dynamo.config.recompile_limit + plus, plus=1)
+    assert (limit, torch._dynamo.config.recompile_limit) == (3 + 1, before)
 
 
 def test_a_module_s_tables_a_tensor_s_hooks_and_version_and_copies_of_many() -> None:

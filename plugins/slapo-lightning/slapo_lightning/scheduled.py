@@ -68,8 +68,7 @@ class ScheduledStrategy:
     def setup_environment(self) -> None:
         """Start the processes, and make the mesh of their ranks."""
         super().setup_environment()  # type: ignore[misc]
-        if self._mesh is None and self._sizes is not None:
-            self._mesh = declare_mesh(self._sizes)
+        self._mesh = self._mesh or declare_mesh(self._sizes)
         mesh = self._mesh or Mesh({})
         if mesh.is_abstract or mesh.world_size != dist.get_world_size():
             raise slapo.MeshError(

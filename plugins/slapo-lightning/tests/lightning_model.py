@@ -49,7 +49,7 @@ class Module(L.LightningModule):
         self.exchanged: list[bool] = []  # whether each backward exchanged gradients over replicas
 
     def loss(self, batch: Any) -> torch.Tensor:
-        inputs, targets = batch
+        inputs, targets = (one.to(self.scale.dtype) for one in batch)
         return self.scale * (self.model(inputs) - targets).square().mean()
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Module(L.LightningModule):
     test_step = validation_step
 
     def predict_step(self, batch: Any, number: int) -> torch.Tensor:
-        return self.all_gather(self.model(batch[0])).flatten()
+        return self.all_gather(self.model(batch[0].to(self.scale.dtype))).flatten()
 
     def on_after_backward(self) -> None:
         wrapped: Any = self.trainer.strategy.model  # of DistributedDataParallel; fully_shard leaves no gradient without

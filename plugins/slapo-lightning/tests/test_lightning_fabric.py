@@ -21,13 +21,21 @@ preload_modules("lightning.pytorch", "torchmetrics", "torch.distributed.fsdp", "
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 
+MESHES = {**LAYOUTS, "hsdp": {"dp_replicate": 2, "dp": 2, "tp": 1}}
+
+
 def adamw(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=0.02, eps=1e-4)
 
 
+def replicas(name: str) -> int:
+    return MESHES[name].get("dp_replicate", 1) * MESHES[name]["dp"]
+
+
 def fabric_of(name: str | None, precision: Any = "64-true", plugins: Any = None) -> L.Fabric:
     quiet()
-    strategy = SlapoStrategy(split_and_shard if name == "fsdp x tp" else split, LAYOUTS[name]) if name else "auto"
+    is_sharded = name in ("fsdp x tp", "hsdp")
+    strategy = SlapoStrategy(split_and_shard if is_sharded else split, MESHES[name]) if name else "auto"
     options = {"precision": precision} if plugins is None else {"plugins": plugins}
     fabric = L.Fabric(accelerator="cpu", devices=4 if name else 1, strategy=strategy, **options)
     fabric.launch()
@@ -40,7 +48,7 @@ def trained(name: str | None, file: Path, resume: Path | None = None) -> dict[st
     torch.manual_seed(0)
     model = fabric.setup_module(Net().double())
     optimizer = fabric.setup_optimizers(adamw(model))
-    _, ordered = loaders(LAYOUTS[name]["dp"] if name else 1)
+    _, ordered = loaders(replicas(name) if name else 1)
     loader = fabric.setup_dataloaders(ordered)
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     if resume is not None:
@@ -79,10 +87,11 @@ def overflow(name: str) -> tuple[bool, float]:
 
 
 def _refused() -> list[str]:
-    told = []
+    told, alike = [], SlapoStrategy(split, MESHES["hsdp"])
     for run in (
         lambda fabric: fabric.setup(model := Net(), adamw(model)),
         lambda fabric: (fabric.setup_module(Net()), fabric.setup_module(Net())),
+        lambda _: (one := L.Fabric(accelerator="cpu", strategy=alike, devices=4)).launch() or one.setup_module(Net()),
     ):
         with pytest.raises(slapo.SlapoError) as raised:
             run(fabric_of("tp"))
@@ -95,8 +104,8 @@ def _alone(root: Path) -> Any:
 
 
 def _scheduled(root: Path) -> dict[str, Any]:
-    runs = {name: trained(name, root / name) for name in LAYOUTS}
-    resumed = {name: trained(name, root / f"{name}, resumed", root / "dp x tp") for name in LAYOUTS}
+    runs = {name: trained(name, root / name) for name in MESHES}
+    resumed = {name: trained(name, root / f"{name}, resumed", root / "dp x tp") for name in MESHES}
     return {"runs": runs, "resumed": resumed, "overflow": overflow("dp x tp"), "refused": _refused()}
 
 
@@ -119,15 +128,17 @@ def test_a_loop_of_fabric_trains_saves_and_resumes_as_without_a_schedule() -> No
                 assert run[kind] == pytest.approx(alone[kind], rel=1e-9), name
                 later = run[kind][-len(resumed[kind]) :]
                 assert resumed[kind] == (later if name == "dp x tp" else pytest.approx(later, rel=1e-9)), name
-            assert run["seen"] == 8 * LAYOUTS[name]["dp"], name
+            assert run["seen"] == 8 * replicas(name), name
             for file in (name, f"{name}.last", f"{name}, resumed.last"):
                 for ours, theirs in zip(
                     saved(root / file), saved((root / "alone").with_suffix(Path(file).suffix)), strict=True
                 ):
                     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     assert found["overflow"] == (True, 2.0)
-    stale, second = found["refused"]
+    stale, second, alike = found["refused"]
     assert stale.startswith("OptimizerError")
     assert "fabric.setup_module(model)" in stale
     assert second.startswith("ArgumentError")
     assert "one module" in second
+    assert alike.startswith("MeshError")
+    assert "'dp_replicate'" in alike

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -205,7 +206,7 @@ class ScheduledAccelerator(Accelerator):
         return recursively_apply(lambda one: (one / self._shared).to(one.dtype), found)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        return slapo.state_dict(self.schedule, rank0_only=True)
+        return OrderedDict(slapo.state_dict(self.schedule, rank0_only=True))  # whose ties accelerate writes once
 
 
 def _holds_tensors(data: Any) -> bool:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slapo_core import Mesh
+import slapo_core as slapo
+from slapo_core import Mesh, Schedule, WeightsError
 from slapo_transformers.accelerators import replica_rank
 
 MANIFEST = "slapo.json"
@@ -39,6 +40,32 @@ def write_manifest(directory: Path, mesh: Mesh | None) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(directory / MANIFEST)
+
+
+def with_adapter(sch: Schedule, checkpoint: Path) -> dict[str, Any]:
+    """Return the weights of a model of peft with the adapter of a checkpoint, which holds nothing else.
+
+    Args:
+        sch: the schedule of the model.
+        checkpoint: with ``adapter_model.safetensors``.
+
+    Raises:
+        WeightsError: the adapter has other tensors than the model's.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    model: Any = sch.model
+    weights = slapo.state_dict(sch)
+    own = get_peft_model_state_dict(model, state_dict={key: key for key in weights})  # saved name -> own name
+    saved = load_file(checkpoint / "adapter_model.safetensors")
+    if set(saved) != set(own):
+        differing = sorted(set(saved) ^ set(own))
+        raise WeightsError(
+            f"the adapter in '{checkpoint}' has other tensors than the model: {', '.join(differing[:3])}",
+            hint="get_peft_model(model, LoraConfig(...)) with the configuration of the saved adapter",
+        )
+    return {**weights, **{own[name]: value for name, value in saved.items()}}
 
 
 def rng_file(mesh: Mesh | None, rank: int) -> str:

@@ -18,7 +18,7 @@ import slapo_core as slapo
 from slapo_core import ArgumentError, Schedule
 from slapo_runtime.state import live_state
 from slapo_transformers.accelerators import attach, check_schedule
-from slapo_transformers.checkpoints import MANIFEST, newest, rng_directory, rng_file, write_manifest
+from slapo_transformers.checkpoints import MANIFEST, newest, rng_directory, rng_file, with_adapter, write_manifest
 from slapo_transformers.refusals import check_arguments
 
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -90,9 +90,6 @@ class ScheduledTrainerMixin(_Base):
         )
         self._counts: tuple[int, int] | None = None
 
-    def get_tp_size(self) -> int:
-        return 1  # ranks per process of the accelerator, which is a replica
-
     def get_total_train_batch_size(self, args: Any) -> int:
         samples: int = self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
         return samples
@@ -131,9 +128,6 @@ class ScheduledTrainerMixin(_Base):
                 own += parameter.numel()
                 reference += sizes[id(parameter)]
         return own, reference
-
-    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        return False  # the accelerator has the norm of any parameters
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -183,7 +177,10 @@ class ScheduledTrainerMixin(_Base):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        slapo.load_state_dict(self.schedule, resume_from_checkpoint)
+        state: Any = resume_from_checkpoint
+        if hasattr(self.schedule.model, "peft_config"):
+            state = with_adapter(self.schedule, Path(resume_from_checkpoint))
+        slapo.load_state_dict(self.schedule, state)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)

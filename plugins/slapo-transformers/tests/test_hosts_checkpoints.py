@@ -12,6 +12,7 @@ import torch
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_process, run_ranks
+from slapo_transformers.checkpoints import write_manifest
 
 from .training_runs import arguments, assert_equal_logs, log, model, plain, samples, scheduled
 
@@ -51,6 +52,25 @@ def plain_runs(place: Path, name: str) -> Result:
     return run_plain(name, place / "plain")
 
 
+def drawn(run: Any, checkpoint: Path) -> float:
+    """The first number after an RNG state was loaded."""
+    run._load_rng_state(str(checkpoint))
+    return float(torch.rand(()))
+
+
+def rng_on_two_ranks(place: Path) -> tuple[float, float]:
+    """Save a state of its own on each rank; the next number, and the one after loading."""
+    run = scheduled("llama", arguments(place / "tp"), {"tp": 2})
+    torch.manual_seed(torch.distributed.get_rank())
+    run._save_rng_state(str(place / "rng"))
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        write_manifest(place / "rng", run.schedule.mesh)
+    expected = float(torch.rand(()))
+    torch.distributed.barrier()
+    return expected, drawn(run, place / "rng")
+
+
 def on_two_ranks(place: Path, name: str) -> tuple[Result, Result]:
     """An uninterrupted run, and one that goes on at its second step."""
     whole = run_scheduled(name, place / "tp", {"tp": 2})
@@ -62,15 +82,16 @@ def on_two_ranks(place: Path, name: str) -> tuple[Result, Result]:
     return whole, run_scheduled(name, place / "again", {"tp": 2}, resume=True)
 
 
-def on_four_ranks(place: Path, name: str) -> list[Result]:
+def on_four_ranks(place: Path, name: str) -> tuple[list[Result], float]:
     """Runs over replicas that go on from the plain Trainer and from tp; the last one leaves a checkpoint."""
     mesh = {"dp": 2, "tp": 2}
-    return [
+    results = [
         run_scheduled(name, place / "dp_plain", mesh, resume=place / "plain" / "checkpoint-2"),
         run_scheduled(name, place / "dp_tp", mesh, resume=place / "tp" / "checkpoint-2"),
         run_scheduled(name, place / "fsdp", mesh, fsdp=True, resume=place / "tp" / "checkpoint-2"),
         run_scheduled(name, place / "fsdp_whole", mesh, fsdp=True),
     ]
+    return results, drawn(scheduled(name, arguments(place / "rng"), mesh), place / "rng")
 
 
 def plain_again(place: Path, name: str) -> list[Result]:
@@ -89,7 +110,7 @@ def assert_equal_results(found: Result, expected: Result) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.breadth), "llama"])
 def test_runs_resume_under_any_layout_and_by_the_plain_trainer(name: str, tmp_path: Path) -> None:
     expected = run_process(plain_runs, tmp_path, name)
     for whole, again in run_ranks(on_two_ranks, tmp_path, name, world_size=2):
@@ -100,7 +121,10 @@ def test_runs_resume_under_any_layout_and_by_the_plain_trainer(name: str, tmp_pa
     assert {file.name for file in checkpoint.glob("rng_state*")} == {"rng_state_tp0.pth", "rng_state_tp1.pth"}
     assert json.loads((checkpoint / "slapo.json").read_text()) == {"format": 1, "mesh": {"tp": 2}}
     read = type(model(name)).from_pretrained(tmp_path / "tp" / "checkpoint-4", dtype=torch.float64).state_dict()
-    for results in run_ranks(on_four_ranks, tmp_path, name, world_size=4):
+    saved = run_ranks(rng_on_two_ranks, tmp_path, world_size=2)
+    assert [loaded for _, loaded in saved] == [number for number, _ in saved]
+    for rank, (results, number) in enumerate(run_ranks(on_four_ranks, tmp_path, name, world_size=4)):
+        assert number == saved[rank % 2][0]  # at the same place along tp
         for found in results:
             assert_equal_results(found, expected)
     for found in run_process(plain_again, tmp_path, name):

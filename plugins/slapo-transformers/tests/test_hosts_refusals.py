@@ -14,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
 import slapo_core as slapo
-from slapo_transformers import ScheduledTrainerMixin, SlapoTrainer, accelerators, prepare
+from slapo_transformers import ScheduledTrainerMixin, SlapoTrainer, accelerators, checkpoints, prepare
 from tests.messages import Messages
 
 from .training_runs import arguments, model, trainer
@@ -93,6 +93,46 @@ def test_what_is_not_the_schedule_of_the_model_is_refused(tmp_path: Path, messag
     message(caught, "model_init")
 
 
+def test_a_function_makes_the_schedule_after_model_init(tmp_path: Path) -> None:
+    made = []
+
+    def make(fresh: Any) -> slapo.Schedule:
+        made.append(slapo.create_schedule(fresh))
+        return made[-1]
+
+    args = arguments(tmp_path, max_steps=1, eval_strategy="no")
+    run = trainer(SlapoTrainer, args, model_init=lambda: model("llama"), schedule=make)
+    run.train()
+    assert len(made) == 2
+    assert run.schedule is made[-1]
+    assert run.model is run.schedule.model is run.accelerator.schedule.model
+    fresh = model("llama")
+    assert trainer(SlapoTrainer, args, model=fresh, schedule=make).schedule.model is fresh
+
+
+def test_older_checkpoints_stay_until_a_save_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "eval_strategy": "no"}
+    run = trainer(SlapoTrainer, arguments(tmp_path, **options), schedule=slapo.create_schedule(model("llama")))
+    written = checkpoints.write_manifest
+
+    def full(directory: Path, mesh: Any) -> None:
+        if directory.name == "checkpoint-2":
+            raise OSError("no space left on device")
+        written(directory, mesh)
+
+    monkeypatch.setattr("slapo_transformers.trainer.write_manifest", full)
+    with pytest.raises(OSError, match="no space"):
+        run.train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    assert checkpoints.newest(tmp_path) == tmp_path / "checkpoint-1"
+    assert run.args.save_total_limit == 1
+    monkeypatch.undo()
+    run.train(resume_from_checkpoint=True)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3"}
+    with pytest.raises(slapo.ArgumentError, match="no complete checkpoint"):
+        trainer(SlapoTrainer, arguments(tmp_path / "empty"), schedule=run.schedule).train(resume_from_checkpoint=True)
+
+
 OWN = {"_attach", "_wait", "_parameter_counts", "_shared", "_one_of_each_replica", "_first_ranks", "schedule", "steps"}
 SEAMS: dict[type, type] = {
     ScheduledTrainerMixin: transformers.Trainer,
@@ -118,10 +158,10 @@ def test_each_seam_of_a_host_is_where_it_was() -> None:
     host: Any = transformers.Trainer
     moved += called(host, "_save_checkpoint", "save_model", "_save_optimizer_and_scheduler", "_save_rng_state")
     moved += called(host, "_save_checkpoint", "save_total_limit", "rotate_checkpoints")
-    moved += called(host, "_clip_grad_norm", "_has_mixed_mesh_grads", "accelerator.clip_grad_norm_")
+    moved += called(host, "_clip_grad_norm", "accelerator.clip_grad_norm_")
     moved += called(host, "_get_grad_norm", "accelerator.clip_grad_norm_")
     moved += called(host, "compute_loss", "average_tokens_across_devices", "accelerator.num_processes")
-    moved += called(host, "_get_num_items_in_batch", "accelerator.gather", "get_tp_size")
+    moved += called(host, "_get_num_items_in_batch", "accelerator.gather")
     moved += called(host, "_track_num_input_tokens", "accelerator.gather")
     moved += called(host, "evaluation_loop", "gather_function", "prediction_step")
     moved += called(host, "_get_dataloader", "accelerator.prepare", "seed_worker", "process_index")

@@ -30,9 +30,12 @@ def on_ranks(
     found = []
     for name in names:
         for steps in accumulations:
-            args = arguments(directory, gradient_accumulation_steps=steps, activation_checkpointing=steps == 4)
-            run = scheduled(name, args, mesh, fsdp=fsdp)
+            also = {"activation_checkpointing": steps == 4, "eval_use_gather_object": steps == 4}
+            run = scheduled(name, arguments(directory, gradient_accumulation_steps=steps, **also), mesh, fsdp=fsdp)
             run.train()
+            assert run.get_total_train_batch_size(run.args) == 2 * steps * mesh.get("dp", 1)
+            workers = run.get_train_dataloader().worker_init_fn
+            assert workers.keywords["rank"] == run.schedule.mesh.rank("dp")
             found.append(log(run))
     return found
 
