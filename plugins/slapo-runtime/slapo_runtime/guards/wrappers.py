@@ -18,7 +18,8 @@ from slapo_runtime.ranks.checksums import checksum
 _SAMPLE = 16  # shards that are compared: a tool that copies one rank's shards over the others copies them all
 _OWN_LOOP = (
     "transformers' Trainer and accelerate's prepare() make such wrappers under torchrun: in their places, "
-    "slapo_transformers.SlapoTrainer(schedule=sch, ...) and slapo_transformers.prepare(accelerator, sch, optimizer) train it"
+    "slapo_transformers.SlapoTrainer(schedule=sch, ...) and slapo_transformers.prepare(accelerator, sch, optimizer) "
+    "train it"
 )
 
 

@@ -174,7 +174,7 @@ class ModelState:
         return None
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | WeightsSource | str | os.PathLike[str]) -> None:
-        """Load a :meth:`state_dict`, or a directory of safetensors: every rank copies its own shards into the live tensors.
+        """Load a :meth:`state_dict`, or a directory of safetensors; every rank copies its own shards.
 
         Raises:
             WeightsError: missing or unexpected names, or wrong shapes; nothing was changed.
