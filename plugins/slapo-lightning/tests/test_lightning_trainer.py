@@ -45,11 +45,10 @@ def _alone_again(root: Path) -> Runs:
 def runs() -> Iterator[tuple[Path, Runs]]:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        (found,) = run_ranks(_alone, root, world_size=1)
+        found = _alone(root)
         ranks = run_ranks(_scheduled, root, world_size=4, timeout=300)
         assert all(theirs == ranks[0] for theirs in ranks), "ranks log other values"
-        (again,) = run_ranks(_alone_again, root, world_size=1)
-        yield root, found | ranks[0] | again
+        yield root, found | ranks[0] | _alone_again(root)
 
 
 def close(values: Any) -> Any:
