@@ -72,6 +72,13 @@ def test_losses_rates_norms_and_metrics_are_those_of_lightning_alone(runs: tuple
             assert run[stage]["samples"] == run[stage]["summed"] == SAMPLES, name
 
 
+def test_a_scheduled_model_takes_the_weights_of_a_checkpoint(runs: tuple[Path, Runs]) -> None:
+    _, found = runs
+    for name in LAYOUTS:
+        assert found[name]["earlier"] == close(found["alone"]["earlier"]), name
+        assert found[name]["earlier"]["quality"] != close(found[name]["tested"]["quality"]), name
+
+
 def test_accumulated_batches_exchange_no_gradients(runs: tuple[Path, Runs]) -> None:
     _, found = runs
     for name in BY_TWO:
