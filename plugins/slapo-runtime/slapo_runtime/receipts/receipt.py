@@ -121,7 +121,7 @@ def _gone(node: Node) -> str:
 def _computes_alone(node: Node) -> bool:
     """Return whether no other module, and no other stage, uses the module's parameters."""
     is_staged = node.mesh is not None and "pp" in node.mesh and node.mesh.size("pp") > 1
-    return not is_staged and all(len(node.ties(name)) == 1 for name in node.parameters)
+    return not is_staged and all(len(below.ties(name)) == 1 for below in node.walk() for name in below.parameters)
 
 
 def _effects(record: Record, node: Node) -> list[Effect]:
@@ -236,8 +236,9 @@ def _is_bypassed(one: Expectation, record: Observed) -> bool:
             return False
     if isinstance(effect, Recomputes) and _events(record, one.path, lambda each: each.event == "recomputation"):
         return False
-    has_gradient = any(  # of a parameter of its own
-        place.module == one.path and place.phase == "backward" and not place.record for place in record.operators
+    is_own = _below if isinstance(effect, Recomputes) else str.__eq__
+    has_gradient = any(  # of a parameter of its own; of a checkpoint, of a module below, too
+        is_own(one.path, place.module) and place.phase == "backward" and not place.record for place in record.operators
     )
     return has_gradient or any(
         calls.forward and path != one.path and _below(one.path, path) for path, calls in record.calls.items()
