@@ -492,12 +492,13 @@ def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Obse
 def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[Finding]:
     """Yield collectives over the mesh in passes of the model that no step made.
 
-    A runtime's own mesh dimensions, those of its effects, are left out.
+    A runtime's own mesh dimensions, those of its effects, are left out, and so is compiled code.
     """
     known = {one.effect.mesh_dim for one in expected if isinstance(one.effect, Collective) and one.step is None}
     found: dict[tuple[str, str, str], int] = {}
     for call, count in record.collectives.items():
-        if call.mesh_dim and call.in_passes and not call.record and call.mesh_dim not in known:
+        is_of_model = call.mesh_dim and call.in_passes and not call.record
+        if is_of_model and call.mesh_dim not in known and not _runs_code(record, call.module):
             key = (call.kind, call.mesh_dim, call.module)
             found[key] = found.get(key, 0) + count
     for (kind, mesh_dim, module), count in found.items():
