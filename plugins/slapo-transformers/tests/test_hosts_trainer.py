@@ -29,8 +29,8 @@ def on_ranks(directory: Path, cases: Cases, mesh: dict[str, int]) -> list[Lines]
     """The log lines of scheduled models; where four batches are accumulated, blocks are recomputed by the host."""
     found = []
     for name, steps, fsdp in cases:
-        also = {"activation_checkpointing": steps == 4, "eval_use_gather_object": steps == 4}
-        run = scheduled(name, arguments(directory, gradient_accumulation_steps=steps, **also), mesh, fsdp=fsdp)
+        args = arguments(directory, gradient_accumulation_steps=steps, activation_checkpointing=steps == 4)
+        run = scheduled(name, args, mesh, fsdp=fsdp)
         run.train()
         assert run.get_total_train_batch_size(run.args) == 2 * steps * mesh.get("dp", 1)
         workers = run.get_train_dataloader().worker_init_fn
