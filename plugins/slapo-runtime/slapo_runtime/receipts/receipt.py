@@ -522,8 +522,7 @@ def unexplained(record: Observed, expected: Iterable[Expectation], *, by_runtime
     known |= {"dp", "dp_replicate", "pp"} if by_runtime else set()
     found: dict[tuple[str, str, str], int] = {}
     for call, count in record.collectives.items():
-        is_of_model = call.mesh_dim and call.in_passes and not call.record
-        if is_of_model and call.mesh_dim not in known and not _runs_code(record, call.module):
+        if call.mesh_dim and call.in_passes and not call.record and call.mesh_dim not in known:
             key = (call.kind, call.mesh_dim, call.module)
             found[key] = found.get(key, 0) + count
     for (kind, mesh_dim, module), count in found.items():
