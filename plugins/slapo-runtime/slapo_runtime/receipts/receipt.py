@@ -234,8 +234,12 @@ def _is_bypassed(one: Expectation, record: Observed) -> bool:
         seen = [call.module for call in record.collectives if (call.kind, call.mesh_dim) == kind and not call.record]
         if any(_below(module, one.path) for module in seen):
             return False
-    if isinstance(effect, Recomputes) and _events(record, one.path, lambda each: each.event == "recomputation"):
-        return False
+    if isinstance(effect, Recomputes):
+        events = [(each.event, each.place.module) for each in record.happenings]
+        if any(event == "recomputation" and _below(one.path, module) for event, module in events):
+            return False
+        if any(event in ("compiled", "unseen") and _below(module, one.path) for event, module in events):
+            return False  # a region that calls it
     is_own = _below if isinstance(effect, Recomputes) else str.__eq__
     has_gradient = any(  # of a parameter of its own; of a checkpoint, of a module below, too
         is_own(one.path, place.module) and place.phase == "backward" and not place.record for place in record.operators
