@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slapo_core.cli.output import table_lines
+from slapo_core.cli import table_lines
 from slapo_core.errors import ArgumentError
 from slapo_runtime.sizes import format_bytes
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from slapo_runtime.receipts.observation import Observation, RankObservation
 
 
-class Collectives(NamedTuple):
+@dataclass(frozen=True)
+class Collectives:
     """Collectives of one kind in a training step.
 
     Args:
@@ -89,7 +90,7 @@ class Comparison:
             "ranks": [
                 {
                     "collectives": [
-                        {**kind._asdict(), "predicted": predicted._asdict(), "seen": seen._asdict()}
+                        {**kind._asdict(), "predicted": dataclasses.asdict(predicted), "seen": dataclasses.asdict(seen)}
                         for kind, (predicted, seen) in one.collectives.items()
                     ],
                     "memory": {
@@ -142,7 +143,7 @@ def _kind(call: CollectiveCall) -> CollectiveKind:
     return CollectiveKind(call.kind, call.mesh_dim, phase, call.dtype)
 
 
-def _per_step(total: int, steps: int) -> float:
+def _per_step(total: float, steps: int) -> float:
     """Return a whole number, unless steps differ."""
     return total / steps if total % steps else total // steps
 
@@ -150,7 +151,7 @@ def _per_step(total: int, steps: int) -> float:
 def _lines(one: RankComparison, *, name: bool) -> Iterator[str]:
     if name:
         yield f"rank {one.rank}"
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for kind, (predicted, seen) in one.collectives.items():
         what = f"{kind.kind} over '{kind.mesh_dim or 'other ranks'}' in {kind.phase}, {kind.dtype}"
         rows.append((what, _shown(predicted), _shown(seen), "" if predicted == seen else "differs"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,9 @@ from slapo_core.cli import print_json
 from slapo_estimate.commands import batch_of, find, find_device, mesh_of, no_steps, optimizer_of, progress
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_runtime.receipts import Observation
+    from slapo_runtime.schedule_copies import Sent
 
 
 class ObserveCommands(Command):
@@ -151,7 +153,6 @@ def _observed(
 
     import slapo_core as slapo
     from slapo_estimate.private import tree_map_only
-    from slapo_runtime.receipts.observing import observe_schedule
 
     generator = torch.Generator().manual_seed(0)
 
@@ -166,4 +167,26 @@ def _observed(
     schedule = slapo.create_schedule(make_model(), mesh=sizes)
     apply(schedule)
     given = tree_map_only(torch.Tensor, with_values, batch)
-    return observe_schedule(schedule, given, {"steps": steps, "loss": loss}, build, timeout=timeout)
+    if build is None:
+        return slapo.observe(schedule, given, steps=steps, loss=loss, timeout=timeout)
+    if schedule.mesh is None:
+        return _observe_engine(schedule, given, steps, build)
+    from slapo_runtime.declared_ranks import on_declared_ranks
+
+    return on_declared_ranks(_observe_sent, [schedule], given, steps, build, what="observe", timeout=timeout)[0]
+
+
+def _observe_sent(
+    sent: Sequence[Sent], sizes: Mapping[str, int], batch: Any, steps: int, build: Mapping[str, Any]
+) -> Observation:
+    return _observe_engine(sent[0].schedule(sizes), batch, steps, build)
+
+
+def _observe_engine(schedule: Schedule, batch: Any, steps: int, build: Mapping[str, Any]) -> Observation:
+    import slapo_core as slapo
+
+    engine = slapo.build(schedule, **build)
+    try:
+        return slapo.observe(engine, batch, steps=steps)
+    finally:
+        engine.close()

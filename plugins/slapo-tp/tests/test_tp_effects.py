@@ -118,6 +118,11 @@ def recomputed_graph(sch: Any) -> None:
     sch["block"].checkpoint()
 
 
+def compiled(sch: Any) -> None:
+    split(sch["block"], overlap=True)
+    sch["block"].compile(backend="aot_eager")
+
+
 def by_function(sch: Any) -> None:
     sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     sch["down"].shard("weight", axis=1).sync("fwd_post", reduced)
@@ -170,6 +175,7 @@ RIGHT: dict[str, tuple[Callable[[Any], object], int, dict[str, Any]]] = {
     "frozen": (frozen, 2, {}),
     "within a checkpoint": (within_checkpoint, 3, {"build": Around}),
     "a recomputed graph": (recomputed_graph, 3, {"build": Around}),
+    "compiled": (compiled, 1, {"build": Around}),
     "a function": (by_function, 1, {}),
     "one rank": (functools.partial(split, overlap=True), 0, {"size": 1}),
     "vocabulary": (functools.partial(words, op="all_reduce"), 1, {"build": Words}),

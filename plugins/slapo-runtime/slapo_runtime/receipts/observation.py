@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.cli.output import table_lines
+from slapo_core.cli import table_lines
 from slapo_core.errors import ArgumentError
 from slapo_core.internals import fold_numbers, fold_paths
 from slapo_runtime.receipts.receipt import Finding

@@ -102,52 +102,18 @@ def observe(
             hint="observe(engine, batch) with the engine of build(); or observe(sch, batch) before seal()",
         )
     if sch.mesh is not None and sch.mesh.is_abstract:
-        return observe_schedule(sch, batch, {"steps": steps, "loss": loss}, None, timeout=timeout)
+        arguments = (_on_cpu(batch), {"steps": steps, "loss": loss})
+        return on_declared_ranks(_observe_sent, [sch], *arguments, what="observe", timeout=timeout)[0]
     with _rng_put_back(not keep), _ModelState(sch.model).put_back(not keep):
         bound_batch(sch.model, batch, for_loss=loss is not None)
         training = _ModelTraining(sch, loss)
         return _observed(training, Watch(sch, with_memory=True), expectations(sch), batch, steps, keep=keep)
 
 
-def observe_schedule(
-    schedule: Schedule,
-    batch: Any,
-    options: Mapping[str, Any],
-    build: Mapping[str, Any] | None,
-    *,
-    timeout: float,
-) -> Observation:
-    """Observe a schedule or an engine of it, on a declared mesh in processes of its ranks.
-
-    Args:
-        schedule: not sealed; without a declared mesh, ``build`` seals it.
-        batch: as for :func:`observe`.
-        options: ``steps`` and ``loss`` of :func:`observe`.
-        build: arguments of :func:`slapo_core.build`; None for the scheduled model alone.
-        timeout: as for :func:`observe`.
-    """
-    if schedule.mesh is not None and schedule.mesh.is_abstract:
-        arguments = (_on_cpu(batch), options, build)
-        return on_declared_ranks(_observe_sent, [schedule], *arguments, what="observe", timeout=timeout)[0]
-    if build is None:
-        return observe(schedule, batch, **options)
-    from slapo_runtime.build import build as make
-
-    engine = make(schedule, **build)
-    try:
-        return observe(engine, batch, steps=options["steps"])
-    finally:
-        engine.close()
-
-
 def _observe_sent(
-    sent: Sequence[Sent],
-    sizes: Mapping[str, int],
-    batch: Any,
-    options: Mapping[str, Any],
-    build: Mapping[str, Any] | None,
+    sent: Sequence[Sent], sizes: Mapping[str, int], batch: Any, options: Mapping[str, Any]
 ) -> Observation:
-    return observe_schedule(sent[0].schedule(sizes), batch, options, build, timeout=0.0)
+    return observe(sent[0].schedule(sizes), batch, **options)
 
 
 def _observe_engine(engine: Any, batch: Any, *, steps: int, keep: bool, loss: Any) -> Observation:

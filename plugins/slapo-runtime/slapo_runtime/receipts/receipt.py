@@ -121,7 +121,7 @@ def _gone(node: Node) -> str:
 def _computes_alone(node: Node) -> bool:
     """Return whether no other module, and no other stage, uses the module's parameters."""
     is_staged = node.mesh is not None and "pp" in node.mesh and node.mesh.size("pp") > 1
-    return not is_staged and all(len(node.ties(name)) == 1 for name in node.parameters)
+    return not is_staged and all(len(below.ties(name)) == 1 for below in node.walk() for name in below.parameters)
 
 
 def _effects(record: Record, node: Node) -> list[Effect]:
@@ -221,7 +221,9 @@ _BYPASSED = "its forward ran past its hooks: call the module, not its forward, a
 def _is_bypassed(one: Expectation, record: Observed) -> bool:
     """Return whether a module computed without a call, and nothing of the step was seen."""
     effect = one.effect
-    if not one.can_be_bypassed or not isinstance(effect, (Calls, Collective)) or _runs_code(record, one.path):
+    if not one.can_be_bypassed or not isinstance(effect, (Calls, Collective, Recomputes)):
+        return False
+    if _runs_code(record, one.path):
         return False
     if any(place.record == one.source for place in record.operators):
         return False
@@ -232,8 +234,11 @@ def _is_bypassed(one: Expectation, record: Observed) -> bool:
         seen = [call.module for call in record.collectives if (call.kind, call.mesh_dim) == kind and not call.record]
         if any(_below(module, one.path) for module in seen):
             return False
-    has_gradient = any(  # of a parameter of its own
-        place.module == one.path and place.phase == "backward" and not place.record for place in record.operators
+    if isinstance(effect, Recomputes) and _events(record, one.path, lambda each: each.event == "recomputation"):
+        return False
+    is_own = _below if isinstance(effect, Recomputes) else str.__eq__
+    has_gradient = any(  # of a parameter of its own; of a checkpoint, of a module below, too
+        is_own(one.path, place.module) and place.phase == "backward" and not place.record for place in record.operators
     )
     return has_gradient or any(
         calls.forward and path != one.path and _below(one.path, path) for path, calls in record.calls.items()
@@ -429,8 +434,10 @@ def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed
         seen = sum(count for each, count in again.items() if not each.name and _below(one.path, each.place.module))
     if not seen and _needs_no_gradient(calls, one.path, record):
         return None
-    if not seen and any(each.name and each.name != one.path and _below(one.path, each.name) for each in again):
-        return None  # a checkpoint below keeps all that this one would
+    inner = [each.name for each in again if each.name not in ("", one.path) and _below(one.path, each.name)]
+    own = [path for path in record.trained if _below(one.path, path) and not any(_below(each, path) for each in inner)]
+    if not seen and inner and not own:
+        return None  # checkpoints below keep all that this one would
     cause = "" if seen else "it ran without gradients, or another forward runs"
     return (*_counted(seen, None, calls.forward, "recomputed forwards")[:2], cause)
 
@@ -502,18 +509,26 @@ def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Obse
 def unexplained(record: Observed, expected: Iterable[Expectation], *, by_runtime: bool = False) -> Iterator[Finding]:
     """Yield collectives over the mesh in passes of the model that no step made.
 
+    Compiled code does not tell whose its collectives are: there, steps below the module that expect any over the mesh
+    dimension explain them.
+
     Args:
         record: of the training steps.
         expected: the mesh dimensions of a runtime's own effects are left out.
         by_runtime: whether a runtime trains the model; it exchanges what it needs over replicas and stages.
     """
-    known = {one.effect.mesh_dim for one in expected if isinstance(one.effect, Collective) and one.step is None}
+    effects = [(one, one.effect.mesh_dim) for one in expected if isinstance(one.effect, Collective)]
+    known = {mesh_dim for one, mesh_dim in effects if one.step is None}
     known |= {"dp", "dp_replicate", "pp"} if by_runtime else set()
     found: dict[tuple[str, str, str], int] = {}
     for call, count in record.collectives.items():
-        if call.mesh_dim and call.in_passes and not call.record and call.mesh_dim not in known:
+        is_of_model = call.mesh_dim and call.in_passes and not call.record
+        if is_of_model and call.mesh_dim not in known and not _runs_code(record, call.module):
             key = (call.kind, call.mesh_dim, call.module)
             found[key] = found.get(key, 0) + count
     for (kind, mesh_dim, module), count in found.items():
+        is_compiled = _runs_code(record, module)
+        if is_compiled and any(each == mesh_dim and _below(module, one.path) for one, each in effects):
+            continue
         seen_there = f"{count} {kind} over '{mesh_dim}' in '{module}'"
         yield Finding("", "", "no collective that neither a step nor the runtime makes", seen_there, False)
