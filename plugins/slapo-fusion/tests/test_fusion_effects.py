@@ -72,6 +72,7 @@ def test_compiled_layers_are_seen_and_not_compiled_again() -> None:
     assert counter.frame_count == compiled
 
 
+@pytest.mark.breadth
 def test_code_first_compiled_in_an_observed_step_is_used_afterwards() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     sch = feeds(Compile(backend=counter))
@@ -132,6 +133,7 @@ def test_a_forward_of_which_nothing_can_be_compiled_is_missing(layer: Callable[[
     assert "as it is" in found.cause
 
 
+@pytest.mark.breadth
 def test_code_that_exceeds_the_limit_of_recompilations_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "_MOST_VARIANTS", 3)
     monkeypatch.setattr(compilers, "_LIMIT", dict.fromkeys(compilers._LIMIT, 3))
@@ -168,6 +170,7 @@ class Printing(nn.Module):
         return self.up(x)
 
 
+@pytest.mark.breadth
 def test_graph_breaks_are_told_and_no_alarm() -> None:
     sch = slapo.create_schedule(nn.Sequential(Printing()))
     sch["0"].apply(Compile(backend="aot_eager"))
@@ -210,6 +213,7 @@ def test_a_fused_region_that_is_not_compiled_is_missing() -> None:
         assert missing(sch) == records(sch, 3, 4)
 
 
+@pytest.mark.breadth
 @pytest.mark.filterwarnings("ignore")
 def test_a_region_that_torchscript_cannot_run_under_a_checkpoint_is_missing() -> None:
     sch = fused("torchscript")
@@ -308,6 +312,7 @@ def test_a_captured_layer_is_seen_to_be_replayed_and_missing_where_it_runs(
     assert missing(sch) == records(sch, number)
 
 
+@pytest.mark.breadth
 def test_without_a_cuda_device_no_replay_is_expected() -> None:
     sch = activated()
     sch["*"].apply(Cudagraphify())
