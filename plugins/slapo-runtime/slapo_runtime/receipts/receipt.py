@@ -223,7 +223,7 @@ def _is_bypassed(one: Expectation, record: Observed) -> bool:
     effect = one.effect
     if not one.can_be_bypassed or not isinstance(effect, (Calls, Collective, Recomputes)):
         return False
-    if _runs_code(record, one.path):
+    if _runs_code(record, one.path, or_region=True):
         return False
     if any(place.record == one.source for place in record.operators):
         return False
@@ -333,10 +333,16 @@ def _counted(seen: int, times: int | None, calls: int, what: str) -> Seen:
     return f"{seen}{of} {what}", is_seen, ""
 
 
-def _runs_code(record: Observed, path: str) -> bool:
-    """Return whether compiled or captured code ran in the place of a module's Python, so that it shows less."""
+def _runs_code(record: Observed, path: str, *, or_region: bool = False) -> bool:
+    """Return whether compiled or captured code ran in the place of a module's Python, so that it shows less.
+
+    Args:
+        record: what was seen.
+        path: of the module.
+        or_region: whether a compiled part of a forward counts, which may call the module.
+    """
     return any(
-        each.event == "unseen" or (each.event in ("compiled", "replay") and not each.name)
+        each.event == "unseen" or (each.event in ("compiled", "replay") and (or_region or not each.name))
         for each in record.happenings
         if _below(each.place.module, path)
     )
