@@ -83,8 +83,6 @@ def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expect
             of the scheduled model alone, as ``verify`` makes it.
     """
     internals, found = Internals(schedule), []
-    modules = dict(schedule.model.named_modules(remove_duplicate=False))
-    names = {id(module): path for path, module in schedule.model.named_modules()}  # of shared modules the first
     records = list(schedule.records)
     for number, record in enumerate(records):
         if any(_replaces(later, record.path) for later in records[number + 1 :]):
@@ -98,8 +96,7 @@ def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expect
         for effect in _effects(record, node):
             if isinstance(effect, Collective) and effect.per == "step" and not by_runtime:
                 continue
-            place = node.module if effect.at is None else modules.get(effect.at)
-            path = names.get(id(place), effect.at or record.path)
+            path = record.path if effect.at is None else effect.at
             found.append(
                 Expectation(record, effect, path, str(record), record.location, _gone(node), _computes_alone(node))
             )
