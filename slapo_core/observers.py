@@ -60,7 +60,7 @@ ONE_KERNEL = Origin("", "one kernel")
 _attribute: Callable[..., Any] | None = None
 
 
-def run_from(origin: Origin | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_from(origin: Origin | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function of a hook, attributed to its origin where a run is attributed."""
     if origin is None or _attribute is None:
         return function(*args, **kwargs)
