@@ -304,7 +304,7 @@ def test_wheels_contain_py_typed_and_no_tests(wheels: tuple[Path, ...]) -> None:
 @pytest.mark.breadth
 @pytest.mark.slow
 def test_all_is_everything_but_the_dialects_of_other_runtimes(install: Install) -> None:
-    assert install("slapo-core[all]").own == FIRST_PARTY - {"slapo-deepspeed", "slapo-megatron"}
+    assert install("slapo-core[all]").own == FIRST_PARTY - {"slapo-deepspeed", "slapo-lightning", "slapo-megatron"}
 
 
 SHARDED = """
