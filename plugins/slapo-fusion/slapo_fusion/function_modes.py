@@ -65,7 +65,7 @@ def is_fake() -> bool:
 
 
 def sees_operations() -> bool:
-    """Return whether a dispatch mode is active that must see each operation, also those of compiled code."""
+    """Return whether a dispatch mode is active that must see each operation, also in compiled code."""
     return number_of_dispatch_modes() > 0 and not all(mode.ignore_compile_internals() for mode in dispatch_modes())
 
 

@@ -235,8 +235,6 @@ def _is_bypassed(one: Expectation, record: Observed) -> bool:
         events = [(each.event, each.place.module) for each in record.happenings]
         if any(event == "recomputation" and _below(one.path, module) for event, module in events):
             return False
-        if any(event in ("compiled", "unseen") and _below(module, one.path) for event, module in events):
-            return False  # a region that calls it
     is_own = _below if isinstance(effect, Recomputes) else str.__eq__
     has_gradient = any(  # of a parameter of its own; of a checkpoint, of a module below, too
         is_own(one.path, place.module) and place.phase == "backward" and not place.record for place in record.operators
@@ -467,8 +465,8 @@ def _(effect: Compiled, one: Expectation, calls: ModuleCalls, record: Observed) 
             return None
         return "no compiled code", False, skipped[0] if skipped else "another forward runs"
     breaks = max(dict(each.facts).get("graph_breaks", 0) for each in runs)
-    is_whole = effect.graph_breaks is None or breaks <= effect.graph_breaks
-    return f"compiled code with {breaks or 'no'} graph breaks", is_whole, ""
+    is_seen = effect.graph_breaks is None or breaks <= effect.graph_breaks
+    return f"compiled code with {breaks or 'no'} graph breaks", is_seen, ""
 
 
 @_compare.register(Replays)
