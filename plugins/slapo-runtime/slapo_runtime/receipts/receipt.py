@@ -416,8 +416,10 @@ def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed
         seen = sum(count for each, count in again.items() if not each.name and _below(one.path, each.place.module))
     if not seen and _needs_no_gradient(calls, one.path, record):
         return None
-    if not seen and any(each.name and each.name != one.path and _below(one.path, each.name) for each in again):
-        return None  # a checkpoint below keeps all that this one would
+    inner = [each.name for each in again if each.name and each.name != one.path and _below(one.path, each.name)]
+    own = [place.module for place in record.operators if place.phase == "backward" and _below(one.path, place.module)]
+    if not seen and inner and all(any(_below(path, module) for path in inner) for module in own):
+        return None  # checkpoints inside recompute all of it
     cause = "" if seen else "it ran without gradients, or another forward runs"
     return (*_counted(seen, None, calls.forward, "recomputed forwards")[:2], cause)
 
