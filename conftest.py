@@ -26,7 +26,7 @@ preload_modules(
     "slapo_graph.graph",
     "slapo_torch.engine",
     "slapo_graph.primitives.merged_linear",
-    "slapo_testing.checks.two_ranks",
+    "slapo_testing.checks.equivalence",
     "slapo_verify.child_processes",
     "slapo_runtime.weights.saving",
     "slapo_pipeline.partition.hook",

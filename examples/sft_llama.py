@@ -96,7 +96,9 @@ def main(options: argparse.Namespace) -> None:
     tokens = model.generate(input_ids=prompt["input_ids"], max_new_tokens=12, do_sample=False, pad_token_id=0)
     if trainer.is_world_process_zero():
         print("generated:", repr(tokenizer.decode(tokens[0])))
-        print("saved:", *sorted(file.name for file in (options.output / f"checkpoint-{options.steps}").glob("adapter*")))
+        print(
+            "saved:", *sorted(file.name for file in (options.output / f"checkpoint-{options.steps}").glob("adapter*"))
+        )
 
 
 def parser() -> argparse.ArgumentParser:

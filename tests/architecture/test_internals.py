@@ -19,6 +19,7 @@ PUBLIC = {
         for name in (
             "cli",
             "dialect",
+            "effects",
             "errors",
             "hookspecs",
             "internals",

@@ -87,7 +87,7 @@ def trained() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
         schedule(sch, checkpoint=0.5)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*was never verified")
-            engine = slapo.build(sch, optimizer=adamw)
+            engine = slapo.build(sch, optimizer=adamw, receipts=True)
         losses = [float(engine.train_step(batch).loss) for batch in batches()]
         found[name] = losses, engine.state_dict()
     return found

@@ -30,7 +30,6 @@ SAMPLE = (
     "plain",
     "tp2, sequences",
     "ZeRO-1, dp2",
-    "hsdp2x2",
     "pp2 x fsdp2",
     "Megatron, pp2 x dp2",
 )

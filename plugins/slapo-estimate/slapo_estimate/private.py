@@ -38,8 +38,8 @@ def kernels_of_cuda() -> Iterator[None]:
     """Run fake tensors on the CPU by the kernels of CUDA where they differ.
 
     Attention is CUDA's memory-efficient operator; arguments that it refuses (not four axes, float64, grouped queries)
-    keep the operator of the CPU. FlashAttention keeps and computes the same. A root mean square norm is one kernel. The
-    others are those of `slapo_core.layout.kernel_device`.
+    keep the operator of the CPU. FlashAttention keeps and computes the same. A root mean square norm is one kernel.
+    Code that asks `slapo_core.layout.kernel_device` chooses its own.
     """
     overrides = torch.library.Library("aten", "IMPL")
     overrides.impl("scaled_dot_product_attention", _memory_efficient, "AutogradCPU")

@@ -161,7 +161,7 @@ class _Kernel:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._read: dict[int, tuple[int, dict[Any, int]]] = {}  # storage -> its bytes, and those of its parts
+        self._read: dict[int, tuple[int, dict[Any, int]]] = {}  # by storage: bytes, and its parts
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def add(self, given: Any, result: Any) -> None:

@@ -51,6 +51,18 @@ def test_twelve_equal_layers_are_compiled_once_and_again_only_when_sizes_change(
     assert counter.frame_count == 3
 
 
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_traced_layer_is_not_compiled_again_for_each_batch(flatten: bool) -> None:
+    counter = CompileCounterWithBackend("eager")
+    model = layers(1)
+    sch: Any = slapo.create_schedule(model, example_inputs=torch.randn(2, 6))
+    sch["0"].trace(flatten=flatten)
+    sch["0"].apply(Compile(backend=counter))
+    for _ in range(3):
+        model(torch.randn(2, 6))
+    assert counter.frame_count == 1
+
+
 def test_names_stay_and_undo_copy_and_pickle_work() -> None:
     model, x = layers(), torch.randn(2, 6)
     names, expected = list(model.state_dict()), gradients(model, x)

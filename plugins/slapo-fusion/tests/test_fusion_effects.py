@@ -25,7 +25,7 @@ from . import graphed
 from .small import bias_gelu, traced
 
 X = torch.randn(5, 6)
-AOT = Compile(backend="aot_eager")
+COMPILED = Compile(backend="eager")
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def records(sch: slapo.Schedule, *numbers: int) -> list[str]:
 
 
 def test_compiled_layers_are_seen_and_not_compiled_again() -> None:
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     sch = feeds(Compile(backend=counter))
     x = X.clone().requires_grad_()
     sch.model(x).sum().backward()
@@ -72,8 +72,9 @@ def test_compiled_layers_are_seen_and_not_compiled_again() -> None:
     assert counter.frame_count == compiled
 
 
+@pytest.mark.breadth
 def test_code_first_compiled_in_an_observed_step_is_used_afterwards() -> None:
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     sch = feeds(Compile(backend=counter))
     x = X.clone().requires_grad_()
     assert not slapo.observe(sch, x).missing
@@ -83,13 +84,13 @@ def test_code_first_compiled_in_an_observed_step_is_used_afterwards() -> None:
 
 
 def test_a_layer_whose_own_forward_runs_is_missing() -> None:
-    sch = feeds(AOT)
+    sch = feeds(COMPILED)
     own_forward(sch)
     assert missing(sch) == records(sch, 2)
 
 
 def test_code_that_a_stance_keeps_from_being_compiled_is_missing() -> None:
-    sch = feeds(AOT)
+    sch = feeds(COMPILED)
     with torch.compiler.set_stance("force_eager"):
         assert missing(sch) == records(sch, 1, 2)
 
@@ -126,12 +127,13 @@ class Looping(nn.Module):
 @pytest.mark.parametrize("layer", [Disabled, Looping])
 def test_a_forward_of_which_nothing_can_be_compiled_is_missing(layer: Callable[[], nn.Module]) -> None:
     sch = slapo.create_schedule(nn.Sequential(layer()))
-    sch["0"].apply(AOT)
+    sch["0"].apply(COMPILED)
     (found,) = slapo.observe(sch, X).missing
     assert found.source == records(sch, 1)[0]
     assert "as it is" in found.cause
 
 
+@pytest.mark.breadth
 def test_code_that_exceeds_the_limit_of_recompilations_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "_MOST_VARIANTS", 3)
     monkeypatch.setattr(compilers, "_LIMIT", dict.fromkeys(compilers._LIMIT, 3))
@@ -168,6 +170,7 @@ class Printing(nn.Module):
         return self.up(x)
 
 
+@pytest.mark.breadth
 def test_graph_breaks_are_told_and_no_alarm() -> None:
     sch = slapo.create_schedule(nn.Sequential(Printing()))
     sch["0"].apply(Compile(backend="aot_eager"))
@@ -181,7 +184,7 @@ def test_steps_within_compiled_code_are_no_alarm() -> None:
     sch["*.up"].apply(Decompose())
     sch["*.down"].checkpoint()
     sch["*"].checkpoint()
-    sch["*"].apply(AOT)
+    sch["*"].apply(Compile(backend="aot_eager"))  # with operators of its own for dropout
     assert not missing(sch)
     own_forward(sch)
     assert missing(sch) == records(sch, 6, 8)
@@ -210,6 +213,7 @@ def test_a_fused_region_that_is_not_compiled_is_missing() -> None:
         assert missing(sch) == records(sch, 3, 4)
 
 
+@pytest.mark.breadth
 @pytest.mark.filterwarnings("ignore")
 def test_a_region_that_torchscript_cannot_run_under_a_checkpoint_is_missing() -> None:
     sch = fused("torchscript")
@@ -308,6 +312,7 @@ def test_a_captured_layer_is_seen_to_be_replayed_and_missing_where_it_runs(
     assert missing(sch) == records(sch, number)
 
 
+@pytest.mark.breadth
 def test_without_a_cuda_device_no_replay_is_expected() -> None:
     sch = activated()
     sch["*"].apply(Cudagraphify())
@@ -367,13 +372,13 @@ class BrokenByDropout(nn.Module):
 
 
 def test_compiled_code_runs_and_is_seen_while_verify_watches() -> None:
-    sch = feeds(AOT)
+    sch = feeds(COMPILED)
     with Watching():
         found = slapo.observe(sch, X)
     assert not found.missing
     assert [each.seen for each in found.findings] == ["compiled code with no graph breaks"] * 2
     sch = slapo.create_schedule(nn.Sequential(BrokenByDropout()))
-    sch["0"].apply(AOT)
+    sch["0"].apply(COMPILED)
     with Watching():
         assert not slapo.observe(sch, X).findings  # nothing is concluded
     assert len(slapo.observe(sch, X).findings) == 1
@@ -388,3 +393,13 @@ def test_what_is_not_replayed_only_while_it_is_watched_is_no_alarm() -> None:
     with FlopCounterMode(display=False):
         assert not slapo.observe(sch, X).findings
     assert len(slapo.observe(sch, X).findings) == 2
+
+
+def test_a_fused_region_that_calls_a_module_is_compiled_while_it_is_observed() -> None:
+    sch: Any = slapo.create_schedule(nn.Sequential(Activated(), Activated()), example_inputs=X)
+    sch["*.up"].checkpoint()
+    sch["*"].trace()
+    sch["*"].apply(Fuse(lambda x: F.gelu(slapo.patterns.call_module("up", x)), "aot_eager"))
+    found = slapo.observe(sch, X)
+    assert not found.missing
+    assert len(found.findings) == 4

@@ -53,6 +53,27 @@ def compiled_before_and_after_the_split() -> None:
         slapo.verify(sch, X)
 
 
+def collectives_of_traced_and_compiled_layers_are_observed_as_they_run() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    sch = scheduled()
+    split(sch)
+    sch["*"].trace(flatten=True)
+    sch["*"].apply(Compile(backend=counter, fullgraph=True))
+    x = X.clone().requires_grad_()
+    sch.model(x).sum().backward()
+    compiled = counter.frame_count
+    found = slapo.observe(sch, x)
+    assert not found.missing, found.missing
+    assert [each.seen for each in found.findings if "compile" in each.source] == [
+        "compiled code with no graph breaks"
+    ] * 2
+    assert sum(found.record.collectives.values()) == 4
+    sch.model(x).sum().backward()
+    assert counter.frame_count == compiled
+
+
 def a_lost_collective_is_found_in_compiled_code() -> None:
     sch = scheduled(blocks=1)
     sch["*.up"].shard(["weight", "bias"], axis=0)
@@ -165,6 +186,7 @@ def gradients_of_gradients_are_right_or_refused() -> None:
 
 
 def check_compile() -> None:
+    collectives_of_traced_and_compiled_layers_are_observed_as_they_run()
     compiled_before_and_after_the_split()
     a_lost_collective_is_found_in_compiled_code()
 

@@ -433,28 +433,29 @@ def _quick_signature(value: Any, tensors: list[int]) -> Any:
         return (cls, *[_quick_signature(part, tensors) for part in value])
     if cls is int or cls is float:
         return cls
-    _collect((value,), tensors)
+    tensors += map(id, _tensors_in((value,)))
     return signature(value)
 
 
 def signatures(values: tuple[Any, ...]) -> Any:
     """Return the input signatures of a call's arguments, and which tensors are the same: ``f(x, x)``."""
     own = tuple([signature(value) for value in values])
-    tensors: list[int] = []
-    _collect(values, tensors)
-    if len(tensors) < 2 or len(set(tensors)) == len(tensors):
-        return own, None
-    return own, tuple([tensors.index(tensor) for tensor in tensors])
+    tensors = _tensors_in(values)
+    # By `is`, not by `id`: torch.compile would compile again for each other tensor.
+    first = tuple([[other is tensor for other in tensors].index(True) for tensor in tensors])
+    return own, None if first == tuple(range(len(tensors))) else first
 
 
-def _collect(values: Any, tensors: list[int]) -> None:
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            tensors.append(id(value))
+            found.append(value)
         elif value is not None and type(value) not in (bool, int, float, str):
             parts = children(value)
             if parts is not None:
-                _collect([part for _, _, part in parts], tensors)
+                found += _tensors_in([part for _, _, part in parts])
+    return found
 
 
 def exact_signature(value: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
+from lightning.pytorch.overrides.distributed import _sync_module_states
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -121,21 +122,21 @@ class ScheduledStrategy:
         if self._is_scheduled(module):
             return
         if isinstance(self._given, slapo.Schedule):
-            self.sch = self._given
-            self._path = next((path for path, one in module.named_modules() if one is self.sch.model), None)
+            sch = self._given
+            self._path = next((path for path, one in module.named_modules() if one is sch.model), None)
         else:
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), 0)
-            self.sch = slapo.create_schedule(module.get_submodule(self._path or ""), mesh=self._mesh)
-            self._given(self.sch)
-        inside = {id(parameter) for parameter in self.sch.model.parameters()}
+            _sync_module_states(module)
+            sch = slapo.create_schedule(module.get_submodule(self._path or ""), mesh=self._mesh)
+            self._given(sch)
+        inside = {id(parameter) for parameter in sch.model.parameters()}
         others = [name for name, one in module.named_parameters() if one.requires_grad and id(one) not in inside]
         if others or self._path is None:
             what = f"'{others[0]}' is trained and no part of it" if others else "it is no part of it"
             raise slapo.ArgumentError(
-                f"a {type(self.sch.model).__name__} is scheduled, and this {type(module).__name__} is trained: {what}",
+                f"a {type(sch.model).__name__} is scheduled, and this {type(module).__name__} is trained: {what}",
                 hint="hold what is trained in one submodule, e.g. self.model, and schedule that",
             )
+        self.sch = sch
 
     def _over_replicas(self, module: nn.Module) -> nn.Module:
         """Return the module whose gradients are averaged over ``dp``: wrapped, unless ``fully_shard`` does it."""

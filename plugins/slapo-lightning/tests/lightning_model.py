@@ -159,15 +159,18 @@ def fitted(
     (training, validation), module = loaders(replicas), Module()
     if name is None:
         module = module.double()  # Lightning loads a checkpoint before it converts the module
+    two = epochs == 2 and resume is None
     trainer.fit(module, training, validation, ckpt_path=resume, weights_only=False)
     logged = _logged(trainer.callback_metrics)
     tested = trainer.test(module, validation, verbose=False)[0]
+    earlier = trainer.test(module, validation, ckpt_path=directory / "epoch=0.ckpt", verbose=False)[0] if two else {}
     return {
         "losses": losses.seen,
         "norms": module.norms,
         "exchanged": module.exchanged,
         "logged": logged,
         "tested": _logged(tested),
+        "earlier": _logged(earlier),
     }
 
 

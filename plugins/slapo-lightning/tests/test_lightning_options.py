@@ -54,8 +54,9 @@ class Half(Module):
 
 def fit(strategy: Any, make: Callable[[], Any] = Module, **options: Any) -> Any:
     losses, module = Losses(), make()
-    trainer = trainer_of(strategy, dist.get_world_size(), callbacks=[losses], **options)
-    trainer.fit(module, loaders(1 if dist.get_world_size() > 1 else 0)[0])
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    trainer = trainer_of(strategy, ranks, callbacks=[losses], **options)
+    trainer.fit(module, loaders(1 if ranks > 1 else 0)[0])
     return trainer, module, [loss for loss, _ in losses.seen], module.norms
 
 
@@ -89,11 +90,6 @@ def refusal(run: Callable[[], Any]) -> slapo.SlapoError:
     return raised.value
 
 
-def _of_one() -> Any:
-    quiet()
-    return fit("auto", lambda: Module().double())[2:], lowered("auto")
-
-
 def _of_two() -> Mapping[str, Any]:
     quiet()
     foreign = slapo.create_schedule(Net(), mesh=MESH)
@@ -115,14 +111,16 @@ def _of_two() -> Mapping[str, Any]:
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
 def test_a_schedule_precision_and_predictions_and_what_is_refused(message: Messages) -> None:
-    (((losses, norms), lowered),) = run_ranks(_of_one, world_size=1)
+    quiet()
+    losses, norms = fit("auto", lambda: Module().double())[2:]
+    alone = lowered("auto")
     found, other = run_ranks(_of_two, world_size=2)
     assert found == other
     assert found["own schedule"] == (pytest.approx(losses, rel=1e-9), pytest.approx(norms, rel=1e-9))
     assert found["predicted"] == SAMPLES
-    assert found["lowered"][0] == pytest.approx(lowered[0], rel=0.02)
-    assert found["lowered"][1] == pytest.approx(lowered[1], rel=0.02)
-    assert found["lowered"][2] == lowered[2] == {torch.float32, torch.bfloat16}
+    assert found["lowered"][0] == pytest.approx(alone[0], rel=0.02)
+    assert found["lowered"][1] == pytest.approx(alone[1], rel=0.02)
+    assert found["lowered"][2] == alone[2] == {torch.float32, torch.bfloat16}
     for name, (kind, word) in {
         "beside": ("ArgumentError", "'scale' is trained"),
         "two": ("ArgumentError", "2 have parameters"),

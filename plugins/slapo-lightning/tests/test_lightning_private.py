@@ -16,6 +16,7 @@ from lightning.fabric.utilities import distributed, optimizer as optimizers
 from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch import LightningModule, Trainer, strategies as of_trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides import distributed as overrides
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies.strategy import Strategy
@@ -31,6 +32,7 @@ CALLED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "_sync_ddp_if_available": (distributed._sync_ddp_if_available, ("result", "group", "reduce_op")),
     "_all_gather_ddp_if_available": (distributed._all_gather_ddp_if_available, ("tensor", "group", "sync_grads")),
     "_optimizers_to_device": (optimizers._optimizers_to_device, ("optimizers", "device")),
+    "_sync_module_states": (overrides._sync_module_states, ("module",)),
     "gather_all_tensors": (gather_all_tensors, ("result", "group")),
     "LayerSync.apply": (LayerSync.apply, ("self", "model")),
     "Precision.convert_module": (Precision.convert_module, ("self", "module")),

@@ -45,11 +45,10 @@ def _alone_again(root: Path) -> Runs:
 def runs() -> Iterator[tuple[Path, Runs]]:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        (found,) = run_ranks(_alone, root, world_size=1)
+        found = _alone(root)
         ranks = run_ranks(_scheduled, root, world_size=4, timeout=300)
         assert all(theirs == ranks[0] for theirs in ranks), "ranks log other values"
-        (again,) = run_ranks(_alone_again, root, world_size=1)
-        yield root, found | ranks[0] | again
+        yield root, found | ranks[0] | _alone_again(root)
 
 
 def close(values: Any) -> Any:
@@ -71,6 +70,13 @@ def test_losses_rates_norms_and_metrics_are_those_of_lightning_alone(runs: tuple
         for stage in ("logged", "tested"):
             assert run[stage] == close(alone[stage]), name
             assert run[stage]["samples"] == run[stage]["summed"] == SAMPLES, name
+
+
+def test_a_scheduled_model_takes_the_weights_of_a_checkpoint(runs: tuple[Path, Runs]) -> None:
+    _, found = runs
+    for name in LAYOUTS:
+        assert found[name]["earlier"] == close(found["alone"]["earlier"]), name
+        assert found[name]["earlier"]["quality"] != close(found[name]["tested"]["quality"]), name
 
 
 def test_accumulated_batches_exchange_no_gradients(runs: tuple[Path, Runs]) -> None:

@@ -46,10 +46,11 @@ def _refusal(run: Any) -> str:
 
 def _fit(mesh: dict[str, int] | None, strategy: Any, **options: Any) -> Any:
     quiet()
-    replicas = (mesh or {}).get("dp", 0) if dist.get_world_size() > 1 else 0
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    replicas = (mesh or {}).get("dp", 0) if ranks > 1 else 0
     module, losses = Scheduled(mesh, **options).double(), Losses()
     precision = "32-true" if isinstance(strategy, ModelParallelStrategy) else "64-true"
-    trainer = trainer_of(strategy, dist.get_world_size(), callbacks=[losses], precision=precision)
+    trainer = trainer_of(strategy, ranks, callbacks=[losses], precision=precision)
     trainer.fit(module, loaders(replicas)[0])
     return losses.seen, module.norms
 
@@ -68,10 +69,6 @@ def _fabric(strategy: Any) -> None:
     fabric.backward(model(data().tensors[0].float()).sum())
 
 
-def _of_one() -> tuple[Any, Any]:
-    return _fit(None, "auto"), _fit({"dp": 1, "tp": 1}, "auto")
-
-
 def _of_two() -> tuple[Any, dict[str, str]]:
     mesh = {"dp": 1, "tp": 2}
     replicas = _fit({"dp": 2, "tp": 1}, "ddp")
@@ -86,7 +83,7 @@ def _of_two() -> tuple[Any, dict[str, str]]:
 
 
 def test_lightning_trains_one_rank_and_replicas_right_and_refuses_a_split_model() -> None:
-    ((plain, of_one),) = run_ranks(_of_one, world_size=1)
+    plain, of_one = _fit(None, "auto"), _fit({"dp": 1, "tp": 1}, "auto")
     (of_two, refused), _ = run_ranks(_of_two, world_size=2)
     for losses, norms in (of_one, of_two):
         assert norms == pytest.approx(plain[1], rel=1e-9)

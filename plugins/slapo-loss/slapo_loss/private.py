@@ -75,7 +75,7 @@ def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor, mos
     """
     if sums.dtype == left.dtype:
         sums.addmm_(left.t(), right)
-    elif kernel_device(left).type == "cuda":
+    elif _sums_in(sums.dtype, left):
         torch.ops.aten.addmm.dtype_out(sums, left.t(), right, sums.dtype, out=sums)
     else:  # some columns at a time, because they are cast
         right = right.to(sums.dtype)
@@ -95,9 +95,15 @@ def product(left: torch.Tensor, right: torch.Tensor, factors: torch.Tensor | Non
     """
     if factors is None:
         return torch.mm(left, right)
-    if kernel_device(left).type == "cuda" and factors.dtype != left.dtype:
+    if _sums_in(factors.dtype, left):
         return torch.ops.aten.mm.dtype(left, right, factors.dtype) * factors
     return torch.mm(left, right).mul_(factors)
+
+
+def _sums_in(dtype: torch.dtype, factor: torch.Tensor) -> bool:
+    """Return whether a product has an operator that sums in a larger type than the factors'."""
+    is_small = factor.dtype in (torch.float16, torch.bfloat16)
+    return kernel_device(factor).type == "cuda" and is_small and dtype == torch.float32
 
 
 def find_group(name: Any) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from slapo_loss.private import add_product, assert_on_device, is_cast
+from slapo_core.layout import simulated_device
+from slapo_loss.private import add_product, assert_on_device, is_cast, product
 
 
 def test_a_cast_is_told_from_other_operations() -> None:
@@ -33,6 +35,17 @@ def test_products_are_summed_in_the_type_of_the_sums() -> None:
     add_product(sums, left, right, 400)
     torch.testing.assert_close(sums.double(), expected, rtol=1e-6, atol=1e-6)
     assert torch.ops.aten.addmm.dtype_out._schema.arguments[3].name == "out_dtype"  # what a GPU is asked for
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
+def test_a_gpu_s_products_have_sums_of_any_larger_type(given: torch.dtype, dtype: torch.dtype) -> None:
+    """Its own operators sum in float32 only, and a model may cast its logits to float64."""
+    with FakeTensorMode(), simulated_device("cuda"):
+        left, right = torch.ones(50, 7, dtype=given), torch.ones(50, 3, dtype=given)
+        sums, factors = torch.zeros(7, 3, dtype=dtype), torch.ones(50, 1, dtype=dtype)
+        add_product(sums, left, right, 400)
+        assert product(left, torch.ones(7, 3, dtype=given), factors).shape == (50, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

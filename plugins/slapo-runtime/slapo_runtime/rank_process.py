@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -266,4 +267,7 @@ _initializes_cuda: str | None = None  # the module that did so in the server
 
 if SERVER_MODULES in os.environ:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch.cuda.is_available() does not start the driver then
+    gc.disable()  # looking for garbage takes a quarter of the time of these imports
     _initializes_cuda = _import_modules(os.environ.pop(SERVER_MODULES).split(","))
+    gc.freeze()  # a rank that looked for garbage in them would copy all pages that it shares with the server
+    gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,10 @@ import slapo_core as slapo
 from slapo_core import Edit, Equivalence, Node, Primitive
 from slapo_core.effects import Calls, Effect
 from slapo_core.observers import happened
+from slapo_runtime.receipts.collectives import CollectiveCall
 from slapo_runtime.receipts.engines import built_of
+from slapo_runtime.receipts.receipt import unexplained
+from slapo_runtime.receipts.watch import Observed
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def test_a_step_without_its_effect_raises_with_its_line() -> None:
 def test_a_broken_effects_method_breaks_receipts_alone() -> None:
     built(scheduled(raises=True)).train_step(BATCH)
     sch = scheduled(raises=True)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(slapo.ApplyError, match="ZeroDivisionError: in effects"):
         built(sch, receipts=True)
     assert not sch.is_sealed
 
@@ -121,3 +125,12 @@ def test_an_engine_is_known_as_long_as_it_lives() -> None:
     assert gone() is None
     assert built_of(object()) is None  # type: ignore[arg-type]
     assert built_of([]) is None  # type: ignore[arg-type]
+
+
+def test_a_runtime_exchanges_over_replicas_and_stages_without_declaring_it() -> None:
+    made = [CollectiveCall("all_reduce", dim, 2, 64, "0", "backward") for dim in ("dp", "pp", "tp")]
+    record = Observed(steps=1, collectives=Counter(made))
+    assert [one.seen for one in unexplained(record, (), by_runtime=True)] == ["1 all_reduce over 'tp' in '0'"]
+    assert len(list(unexplained(record, ()))) == 3
+    between = CollectiveCall("all_reduce", "tp", 2, 64, "", "optimizer", in_passes=False)
+    assert not list(unexplained(Observed(steps=1, collectives=Counter([between])), ()))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slapo_core.errors import LaunchError, RankFailedError
+import slapo_core as slapo
+from slapo_core.errors import ArgumentError, LaunchError, RankFailedError
 from slapo_runtime import launcher
 from slapo_runtime.launcher import run_ranks
 from slapo_runtime.rank_process import take_device
@@ -42,6 +45,10 @@ def summed(values: list[float], *, scale: float = 1.0) -> Report:
 def surroundings() -> tuple[str, str | None, int, str, str]:
     env = os.environ
     return os.getcwd(), env.get("SLAPO_TEST_VARIABLE"), torch.get_num_threads(), env["RANK"], env["WORLD_SIZE"]
+
+
+def objects_in_no_collection() -> int:
+    return gc.get_freeze_count()
 
 
 def raise_on_every_rank() -> None:
@@ -125,6 +132,10 @@ def test_ranks_see_the_callers_surroundings_of_this_call(monkeypatch: pytest.Mon
     assert run_ranks(surroundings, world_size=1) == [(str(tmp_path), None, 1, "0", "1")]
     more = {"SLAPO_TEST_VARIABLE": "of this run", "RANK": "7"}  # the last is the launcher's own
     assert run_ranks(surroundings, world_size=1, environment=more) == [(str(tmp_path), "of this run", 1, "0", "1")]
+
+
+def test_ranks_look_for_no_garbage_in_what_their_server_imported() -> None:
+    assert run_ranks(objects_in_no_collection, world_size=1)[0] > 100_000
 
 
 @pytest.mark.usefixtures("patient")
@@ -384,13 +395,14 @@ def test_notebook_verifies_imported_classes_and_refuses_its_own(
         message(_last_error(done), "'Own'", "interactive session", "into a module file")
 
 
-def test_batch_with_wrong_arguments_has_one_error(tmp_path: Path, message: Messages) -> None:
-    script = tmp_path / "script.py"
-    guarded = VERIFY.format(size=4, guard='if __name__ == "__main__":')
-    script.write_text(guarded.replace("torch.randn(2, 4)", "torch.randn(2, 5)"))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=600)
-    assert done.stderr.count("Traceback") == 1
-    said = done.stderr.rpartition("slapo_core.errors.ArgumentError: ")[2]
+def test_batch_with_wrong_arguments_has_one_error(capfd: pytest.CaptureFixture[str], message: Messages) -> None:
+    sch = slapo.create_schedule(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh={"tp": 2})
+    sch["0"].checkpoint()
+    with pytest.raises(ArgumentError) as caught:
+        slapo.verify(sch, torch.randn(2, 5))
+    shown = [*traceback.format_exception(caught.value), capfd.readouterr().err]
+    assert "".join(shown).count("Traceback") == 1
+    said = str(caught.value)
     message(said.replace("addmm: ", ""), "2x5 and 4x4", "verify(sch, example_inputs)")  # which newer torch names
 
 

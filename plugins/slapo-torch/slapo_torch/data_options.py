@@ -196,7 +196,7 @@ class GatheredUnit:
     """The parameters that one unit of ``fully_shard`` gathers together.
 
     Args:
-        parameters: by name in the model; those of inner units are left out.
+        parameters: by name in the model, without the parameters of inner units.
         reshard: ``reshard_after_forward``, as it is in effect.
     """
 

@@ -262,7 +262,6 @@ CASES: dict[str, Case] = {
 }
 WIDE = "bert, hsdp in stages"  # takes eight ranks
 QUICK = (
-    "llama, dp 4, marks",
     "llama, hsdp",
     "llama, dp x tp",
     "llama, stages",

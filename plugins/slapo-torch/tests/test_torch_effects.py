@@ -212,6 +212,12 @@ def test_one_rank_shards_nothing() -> None:
     assert built_of(engine).expected == ()
 
 
+def test_verify_says_which_steps_do_nothing_without_a_target() -> None:
+    note = "without target 'torch' these steps do nothing: #1 fully_shard() at '0' and 2 more"
+    assert slapo.verify(scheduled(None, marks=True)).notes == (note,)
+    assert slapo.verify(scheduled(None)).notes == ()
+
+
 def test_marks_expect_gathering_where_it_can_happen() -> None:
     sch = scheduled({"dp": 2}, marks=True)
     first = sch.records[0]

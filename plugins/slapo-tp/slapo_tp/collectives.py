@@ -195,6 +195,8 @@ class CollectiveTarget:
         object.__setattr__(self, "__qualname__", self.name)
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        if is_compiling():
+            return _call(self.name, tensor, self.group, self.axis, self.length)
         return run_from(self.origin, _call, self.name, tensor, self.group, self.axis, self.length)  # type: ignore[no-any-return]
 
     def slapo_from(self, origin: Origin) -> CollectiveTarget:

@@ -23,6 +23,11 @@ from .checks import rand
 pytestmark = pytest.mark.ranks
 
 
+def called(module: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = module(x)
+    return found
+
+
 class Block(nn.Module):
     """A split pair with dropout between, a norm, and an output that the loss may not use.
 
@@ -30,7 +35,7 @@ class Block(nn.Module):
         call: how ``up`` is run.
     """
 
-    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x)) -> None:
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor] = called) -> None:
         super().__init__()
         self.first, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 6)
         self.drop, self.norm, self.aside = nn.Dropout(0.1), nn.LayerNorm(6), nn.Linear(6, 6)
@@ -42,7 +47,7 @@ class Block(nn.Module):
 
 
 class Around(nn.Module):
-    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor] = called) -> None:
         super().__init__()
         self.block = Block(call)
 
@@ -107,6 +112,17 @@ def within_checkpoint(sch: Any) -> None:
     sch["block"].checkpoint()
 
 
+def recomputed_graph(sch: Any) -> None:
+    split(sch["block"])
+    sch["block"].trace(flatten=True)
+    sch["block"].checkpoint()
+
+
+def compiled(sch: Any) -> None:
+    split(sch["block"], overlap=True)
+    sch["block"].compile(backend="aot_eager")
+
+
 def by_function(sch: Any) -> None:
     sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     sch["down"].shard("weight", axis=1).sync("fwd_post", reduced)
@@ -157,7 +173,9 @@ RIGHT: dict[str, tuple[Callable[[Any], object], int, dict[str, Any]]] = {
     "several wrappers": (wrapped_often, 8, {}),
     "in a graph": (traced, 6, {}),
     "frozen": (frozen, 2, {}),
-    "within a checkpoint": (within_checkpoint, 3, {"build": functools.partial(Around, nn.Module.__call__)}),
+    "within a checkpoint": (within_checkpoint, 3, {"build": Around}),
+    "a recomputed graph": (recomputed_graph, 3, {"build": Around}),
+    "compiled": (compiled, 1, {"build": Around}),
     "a function": (by_function, 1, {}),
     "one rank": (functools.partial(split, overlap=True), 0, {"size": 1}),
     "vocabulary": (functools.partial(words, op="all_reduce"), 1, {"build": Words}),

@@ -145,8 +145,8 @@ def test_undo_brings_the_untouched_module_back() -> None:
 def test_one_rank_records_an_inactive_wrapper() -> None:
     sch = scheduled(1)
     split_block(sch)
-    assert sch.records[-1].effects == (
-        "forward wrapped by gradients_summed, inactive (nothing to do on this mesh)",
+    assert sch.records[-1].edits == (
+        "forward wrapped by GradientSum, inactive (nothing to do on this mesh)",
         "mesh_dim 'tp' has one rank, which has the full gradient",
     )
     assert "forward" not in sch.model.norm.__dict__

@@ -11,50 +11,53 @@ from slapo_runtime.launcher import run_process, run_ranks
 from .training_runs import arguments, assert_equal_logs, log, plain, scheduled
 
 Lines = list[dict[str, float]]
+Cases = list[tuple[str, int, bool]]
+"""Model, steps of accumulation, and whether parameters are in shards over replicas."""
 
 
-def reference(directory: Path, names: list[str], accumulations: list[int], replicas: int) -> list[Lines]:
+def reference(directory: Path, cases: Cases, replicas: int) -> list[Lines]:
     """The log lines of plain Trainers, which accumulate the batches of all replicas."""
     found = []
-    for name in names:
-        for steps in accumulations:
-            run = plain(name, arguments(directory, gradient_accumulation_steps=steps * replicas))
-            run.train()
-            found.append(log(run))
+    for name, steps, _ in cases:
+        run = plain(name, arguments(directory, gradient_accumulation_steps=steps * replicas))
+        run.train()
+        found.append(log(run))
     return found
 
 
-def on_ranks(
-    directory: Path, names: list[str], accumulations: list[int], mesh: dict[str, int], fsdp: bool
-) -> list[Lines]:
+def on_ranks(directory: Path, cases: Cases, mesh: dict[str, int]) -> list[Lines]:
+    """The log lines of scheduled models; where four batches are accumulated, blocks are recomputed by the host."""
     found = []
-    for name in names:
-        for steps in accumulations:
-            also = {"activation_checkpointing": steps == 4, "eval_use_gather_object": steps == 4}
-            run = scheduled(name, arguments(directory, gradient_accumulation_steps=steps, **also), mesh, fsdp=fsdp)
-            run.train()
-            assert run.get_total_train_batch_size(run.args) == 2 * steps * mesh.get("dp", 1)
-            workers = run.get_train_dataloader().worker_init_fn
-            assert workers.keywords["rank"] == run.schedule.mesh.rank("dp")
-            found.append(log(run))
+    for name, steps, fsdp in cases:
+        args = arguments(directory, gradient_accumulation_steps=steps, activation_checkpointing=steps == 4)
+        run = scheduled(name, args, mesh, fsdp=fsdp)
+        run.train()
+        assert run.get_total_train_batch_size(run.args) == 2 * steps * mesh.get("dp", 1)
+        workers = run.get_train_dataloader().worker_init_fn
+        assert workers.keywords["rank"] == run.schedule.mesh.rank("dp")
+        found.append(log(run))
     return found
 
 
-NAMES = ["bert", "gpt2", "llama"]
+OVER_TP: Cases = [("bert", 4, False), ("gpt2", 1, False), ("llama", 1, False), ("llama", 4, False)]
+OVER_REPLICAS: Cases = [("bert", 2, False), ("llama", 2, False), ("llama", 1, True)]
+OTHERS: Cases = [("gpt2", 2, False), ("llama", 4, False), ("bert", 2, True), ("gpt2", 1, True), ("llama", 4, True)]
 
 
 @pytest.mark.ranks
-def test_log_lines_over_tp_are_those_of_one_process(tmp_path: Path) -> None:
-    expected = run_process(reference, tmp_path / "one", NAMES, [1, 4], 1)
-    for found in run_ranks(on_ranks, tmp_path / "ranks", NAMES, [1, 4], {"tp": 2}, False, world_size=2):
+@pytest.mark.parametrize(
+    ("mesh", "cases"),
+    [
+        ({"tp": 2}, OVER_TP),
+        ({"dp": 2, "tp": 2}, OVER_REPLICAS),
+        pytest.param({"tp": 2}, [("bert", 1, False), ("gpt2", 4, False)], marks=pytest.mark.breadth),
+        pytest.param({"dp": 2, "tp": 2}, OTHERS, marks=pytest.mark.breadth),
+    ],
+    ids=["tp", "replicas", "tp, others", "replicas, others"],
+)
+def test_log_lines_are_those_of_one_process(mesh: dict[str, int], cases: Cases, tmp_path: Path) -> None:
+    replicas = mesh.get("dp", 1)
+    expected = run_process(reference, tmp_path / "one", cases, replicas)
+    for found in run_ranks(on_ranks, tmp_path / "ranks", cases, mesh, world_size=2 * replicas):
         for lines, others in zip(found, expected, strict=True):
             assert_equal_logs(lines, others)
-
-
-@pytest.mark.ranks
-def test_log_lines_over_replicas_are_those_of_one_process(tmp_path: Path) -> None:
-    expected = run_process(reference, tmp_path / "one", NAMES, [2], 2)
-    for fsdp in (False, True):
-        for found in run_ranks(on_ranks, tmp_path / "ranks", NAMES, [2], {"dp": 2, "tp": 2}, fsdp, world_size=4):
-            for lines, others in zip(found, expected, strict=True):
-                assert_equal_logs(lines, others)

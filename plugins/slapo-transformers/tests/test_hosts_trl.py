@@ -1,4 +1,4 @@
-"""SFTTrainer and DPOTrainer with the mixin: log lines of TRL's defaults are those of one process."""
+"""SFTTrainer with the mixin: log lines under TRL's defaults are those of one process, with an adapter, too."""
 
 from __future__ import annotations
 
@@ -138,3 +138,9 @@ def test_sft_with_and_without_an_adapter(mesh: dict[str, int], tmp_path: Path) -
     checkpoint = tmp_path / "ranks" / "True" / "checkpoint-4"
     assert (checkpoint / "adapter_model.safetensors").is_file()
     assert not (checkpoint / "model.safetensors").is_file()
+    from peft import PeftModel
+
+    base = model("llama")
+    weight = base.model.layers[0].self_attn.q_proj.weight.clone()
+    merged: Any = PeftModel.from_pretrained(base, checkpoint).merge_and_unload()
+    assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight, weight)

@@ -16,6 +16,7 @@ from slapo_runtime.ranks.consistency import SAME_SCRIPT, obligations, schedule_f
 from slapo_runtime.ranks.facts import RankFact, describe_tensor
 from slapo_runtime.ranks.trial_groups import Failure
 from slapo_runtime.ranks.world import World
+from slapo_runtime.receipts.receipt import left_to_targets
 from slapo_runtime.schedule_copies import repeated
 from slapo_verify.approximate import without_approximate_steps
 from slapo_verify.blame import Blame
@@ -174,7 +175,9 @@ class Session:
             self.notes.append(f"compared in {own_types if dtype is None else dtype_name(dtype)}; {'; '.join(why)}")
         report = self._judge(both)
         self._judge_with_other_values(dtype)
-        return dataclasses.replace(report, notes=tuple(dict.fromkeys((*self.notes, *both.notes))))
+        left = left_to_targets(self.schedule)
+        notes = (*self.notes, *both.notes, *([] if left is None else [left]))
+        return dataclasses.replace(report, notes=tuple(dict.fromkeys(notes)))
 
     def _judge(self, both: BothModels) -> VerifyReport:
         records, reference = self.schedule.records, both.reference

@@ -414,7 +414,9 @@ def _added_modules(model: nn.Module, entries: Sequence[tuple[Record, journal.Jou
 def _reported(position: PositionTracker, at: CodePosition, forward: Forward) -> Forward:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs) if is_recording() else position.run(at, forward, *args, **kwargs)
+        if torch.compiler.is_compiling() or is_recording():
+            return forward(*args, **kwargs)
+        return position.run(at, forward, *args, **kwargs)
 
     return run
 
@@ -445,7 +447,7 @@ class _Hook:
         return _itself, (self.function,)  # a copy of the model has the hook itself
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_recording():  # nodes of a graph are not calls of the model
+        if torch.compiler.is_compiling() or is_recording():  # nodes of a graph are not calls of the model
             return self.function(*args, **kwargs)
         return self.position.run(self.at, self.function, *args, **kwargs)
 

@@ -96,7 +96,7 @@ def check_first_step(engine: Any, built: Built) -> None:
             record.steps = 1
             result = step(batch)
         del engine.train_step
-        findings = (*receipt(expected, record), *unexplained(record, expected))
+        findings = (*receipt(expected, record), *unexplained(record, expected, by_runtime=True))
         missing = [one for one in findings if not one.is_seen]
         if missing:
             raise _error(missing, len(findings))

@@ -178,7 +178,10 @@ def _observed(
         training.step(own, is_first=False)
         _wait_for(training.device)
         seconds = time.perf_counter() - started
-    findings = (*receipt(expected, record), *unexplained(record, expected))
+    findings = (
+        *receipt(expected, record),
+        *unexplained(record, expected, by_runtime=isinstance(training, _EngineTraining)),
+    )
     rank = schedule.mesh.global_rank if schedule.mesh is not None else 0
     found = RankObservation(rank, findings, record, memory.peak, types, seconds, tuple(kernels))
     with World(schedule.mesh) as world:

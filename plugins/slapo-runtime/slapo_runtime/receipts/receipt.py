@@ -118,7 +118,7 @@ def _gone(node: Node) -> str:
 def _computes_alone(node: Node) -> bool:
     """Return whether no other module, and no other stage, uses the module's parameters."""
     is_staged = node.mesh is not None and "pp" in node.mesh and node.mesh.size("pp") > 1
-    return not is_staged and all(len(node.ties(name)) == 1 for name in node.parameters)
+    return not is_staged and all(len(below.ties(name)) == 1 for below in node.walk() for name in below.parameters)
 
 
 def _effects(record: Record, node: Node) -> list[Effect]:
@@ -147,6 +147,16 @@ def _effects(record: Record, node: Node) -> list[Effect]:
                 hint=hint,
             )
     return effects
+
+
+def left_to_targets(schedule: Schedule) -> str | None:
+    """Name the steps that do nothing in a run without a target; None if there are none."""
+    left = [record for record in schedule.records if record.primitive.targets is not None]
+    if not left:
+        return None
+    targets = sorted({repr(target) for record in left for target in record.primitive.targets or ()})
+    more = f" and {len(left) - 1} more" if left[1:] else ""
+    return f"without target {' or '.join(targets)} these steps do nothing: {left[0]}{more}"
 
 
 def expectations_of_plan(plan: Plan) -> list[Expectation]:
@@ -208,7 +218,9 @@ _BYPASSED = "its forward ran past its hooks: call the module, not its forward, a
 def _is_bypassed(one: Expectation, record: Observed) -> bool:
     """Return whether a module computed without a call, and nothing of the step was seen."""
     effect = one.effect
-    if not one.can_be_bypassed or not isinstance(effect, (Calls, Collective)) or _runs_code(record, one.path):
+    if not one.can_be_bypassed or not isinstance(effect, (Calls, Collective, Recomputes)):
+        return False
+    if _runs_code(record, one.path, or_region=True):
         return False
     if any(place.record == one.source for place in record.operators):
         return False
@@ -219,8 +231,15 @@ def _is_bypassed(one: Expectation, record: Observed) -> bool:
         seen = [call.module for call in record.collectives if (call.kind, call.mesh_dim) == kind and not call.record]
         if any(_below(module, one.path) for module in seen):
             return False
-    has_gradient = any(  # of a parameter of its own
-        place.module == one.path and place.phase == "backward" and not place.record for place in record.operators
+    if isinstance(effect, Recomputes):
+        events = [(each.event, each.place.module) for each in record.happenings]
+        if any(event == "recomputation" and _below(one.path, module) for event, module in events):
+            return False
+        if any(event in ("compiled", "unseen") and _below(module, one.path) for event, module in events):
+            return False  # a region that calls it
+    is_own = _below if isinstance(effect, Recomputes) else str.__eq__
+    has_gradient = any(  # of a parameter of its own; of a checkpoint, of a module below, too
+        is_own(one.path, place.module) and place.phase == "backward" and not place.record for place in record.operators
     )
     return has_gradient or any(
         calls.forward and path != one.path and _below(one.path, path) for path, calls in record.calls.items()
@@ -278,7 +297,7 @@ def _exchange(several: list[tuple[Expectation, Collective]], record: Observed) -
 _COUNTS = ("bool", "int32", "int64")
 """Types of what runtimes exchange about tensors, beside the tensors."""
 _NUMBER = 8
-"""Bytes of one number, e.g. a norm, whose sum is no exchange of gradients."""
+"""Bytes of one number, e.g. of a norm; its sum over ranks does not exchange gradients."""
 
 
 def _times(effect: Collective, path: str, calls: Mapping[str, int], record: Observed) -> int:
@@ -311,10 +330,16 @@ def _counted(seen: int, times: int | None, calls: int, what: str) -> Seen:
     return f"{seen}{of} {what}", is_seen, ""
 
 
-def _runs_code(record: Observed, path: str) -> bool:
-    """Return whether compiled or captured code ran in the place of a module's Python, so that it shows less."""
+def _runs_code(record: Observed, path: str, *, or_region: bool = False) -> bool:
+    """Return whether compiled or captured code ran in the place of a module's Python, so that it shows less.
+
+    Args:
+        record: what was seen.
+        path: of the module.
+        or_region: whether a compiled part of a forward counts, which may call the module.
+    """
     return any(
-        each.event == "unseen" or (each.event in ("compiled", "replay") and not each.name)
+        each.event == "unseen" or (each.event in ("compiled", "replay") and (or_region or not each.name))
         for each in record.happenings
         if _below(each.place.module, path)
     )
@@ -416,10 +441,10 @@ def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed
         seen = sum(count for each, count in again.items() if not each.name and _below(one.path, each.place.module))
     if not seen and _needs_no_gradient(calls, one.path, record):
         return None
-    inner = [each.name for each in again if each.name and each.name != one.path and _below(one.path, each.name)]
-    own = [place.module for place in record.operators if place.phase == "backward" and _below(one.path, place.module)]
-    if not seen and inner and all(any(_below(path, module) for path in inner) for module in own):
-        return None  # checkpoints inside recompute all of it
+    inner = [each.name for each in again if each.name not in ("", one.path) and _below(one.path, each.name)]
+    own = [path for path in record.trained if _below(one.path, path) and not any(_below(each, path) for each in inner)]
+    if not seen and inner and not own:
+        return None  # checkpoints below keep all that this one would
     cause = "" if seen else "it ran without gradients, or another forward runs"
     return (*_counted(seen, None, calls.forward, "recomputed forwards")[:2], cause)
 
@@ -488,17 +513,28 @@ def _(effect: NeverAllocates, one: Expectation, calls: ModuleCalls, record: Obse
     return f"{tuple(found.shape)} of {found.operator} in {found.place.module or 'the model'}", False, ""
 
 
-def unexplained(record: Observed, expected: Iterable[Expectation]) -> Iterator[Finding]:
+def unexplained(record: Observed, expected: Iterable[Expectation], *, by_runtime: bool = False) -> Iterator[Finding]:
     """Yield collectives over the mesh in passes of the model that no step made.
 
-    A runtime's own mesh dimensions, those of its effects, are left out.
+    Compiled code does not tell whose its collectives are: there, steps below the module that expect any over the mesh
+    dimension explain them.
+
+    Args:
+        record: of the training steps.
+        expected: the mesh dimensions of a runtime's own effects are left out.
+        by_runtime: whether a runtime trains the model; it exchanges what it needs over replicas and stages.
     """
-    known = {one.effect.mesh_dim for one in expected if isinstance(one.effect, Collective) and one.step is None}
+    effects = [(one, one.effect.mesh_dim) for one in expected if isinstance(one.effect, Collective)]
+    known = {mesh_dim for one, mesh_dim in effects if one.step is None}
+    known |= {"dp", "dp_replicate", "pp"} if by_runtime else set()
     found: dict[tuple[str, str, str], int] = {}
     for call, count in record.collectives.items():
         if call.mesh_dim and call.in_passes and not call.record and call.mesh_dim not in known:
             key = (call.kind, call.mesh_dim, call.module)
             found[key] = found.get(key, 0) + count
     for (kind, mesh_dim, module), count in found.items():
+        is_compiled = _runs_code(record, module)
+        if is_compiled and any(each == mesh_dim and _below(module, one.path) for one, each in effects):
+            continue
         seen_there = f"{count} {kind} over '{mesh_dim}' in '{module}'"
         yield Finding("", "", "no collective that neither a step nor the runtime makes", seen_there, False)
