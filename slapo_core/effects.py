@@ -38,7 +38,7 @@ class Collective(Effect):
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"send"``
             or ``"recv"``.
         mesh_dim: e.g. ``"tp"``; of several dimensions together ``"dp_replicate_dp"``.
-        per: of ``"forward"`` and ``"backward"`` the counts are those of one call of the module, without recomputation;
+        per: of ``"forward"`` and ``"backward"`` the counts are per call of the module, without recomputation;
             in a backward pass only where an input of the module requires a gradient. ``"step"``: of a training step
             of an engine; a step of the schedule shows it only there.
         times: how often; None: at least once.

@@ -113,10 +113,10 @@ def test_every_contract_has_an_import_that_breaks_it() -> None:
 def allowed_imports(settings: dict[str, Any]) -> dict[str, set[str]]:
     """Return the packages that each package may import, by the contracts of its distribution."""
     packages = set(settings["root_packages"])
-    allowed = {}
+    allowed: dict[str, set[str]] = {}
     for contract in settings["contracts"]:
         if contract["type"] == "forbidden" and (package := contract["source_modules"][0]) in packages:
-            allowed[package] = packages - {package} - set(contract["forbidden_modules"])
+            allowed[package] = allowed.get(package, packages) - {package} - set(contract["forbidden_modules"])
     return allowed
 
 

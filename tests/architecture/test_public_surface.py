@@ -17,6 +17,7 @@ FUNCTIONS_AND_CLASSES = {
     "DeviceSpec",
     "Dialect",
     "Edit",
+    "Effect",
     "Engine",
     "Equivalence",
     "Fact",
@@ -25,6 +26,7 @@ FUNCTIONS_AND_CLASSES = {
     "Match",
     "Mesh",
     "Node",
+    "Observation",
     "Pattern",
     "Plan",
     "Primitive",
@@ -47,6 +49,7 @@ FUNCTIONS_AND_CLASSES = {
     "hookimpl",
     "load_optimizer_state_dict",
     "load_state_dict",
+    "observe",
     "optimizer_state_dict",
     "parameter_groups",
     "register_primitive",
@@ -57,7 +60,7 @@ FUNCTIONS_AND_CLASSES = {
     "verify",
 }
 
-MODULES = {"patterns"}
+MODULES = {"effects", "patterns"}
 
 SCHEDULE = {
     "apply",

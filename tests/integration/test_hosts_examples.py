@@ -11,7 +11,7 @@ from slapo_testing import preload_modules
 from tests.integration.example_runs import EXAMPLES, text_for
 from tests.support.programs import run_program
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.breadth]
 preload_modules(
     "slapo_transformers", "transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama"
 )
@@ -28,7 +28,6 @@ def test_a_bert_trained_on_two_processes_goes_on_with_one(tmp_path: Path) -> Non
     assert len(re.findall("'loss'", printed)) == 4  # of the last four steps
 
 
-@pytest.mark.breadth
 def test_a_llama_with_lora_is_trained_on_two_processes_and_generates(tmp_path: Path) -> None:
     given = ["--cpu", "--vocab-size", "301", "--text", str(text_for(tmp_path)), "--output", str(tmp_path / "out")]
     printed = run_program(EXAMPLES / "sft_llama.py", "--steps", "4", *given, processes=2)

@@ -46,7 +46,7 @@ class SlapoStrategy(ScheduledStrategy, DDPStrategy):
         if self.sch is not None and not self._is_scheduled(module):
             raise slapo.ArgumentError(
                 f"SlapoStrategy has scheduled a {type(self.sch.model).__name__}, and a strategy schedules one module",
-                hint="hold what is trained in one module",
+                hint="hold all trained parameters in one module",
             )
         self._path = self._path or ""
         self._schedule(module)
@@ -69,7 +69,7 @@ class SlapoStrategy(ScheduledStrategy, DDPStrategy):
     def clip_gradients_norm(
         self, module: Any, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
     ) -> torch.Tensor:
-        """Clip by the norm of the whole model, which is returned."""
+        """Clip by the norm of the entire model, which is returned."""
         self.precision.unscale_gradients(optimizer)
         return slapo.clip_grad_norm_(self.sch, max_norm, norm_type, error_if_nonfinite)  # type: ignore[arg-type]
 

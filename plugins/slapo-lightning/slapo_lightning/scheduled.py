@@ -131,10 +131,10 @@ class ScheduledStrategy:
         inside = {id(parameter) for parameter in sch.model.parameters()}
         others = [name for name, one in module.named_parameters() if one.requires_grad and id(one) not in inside]
         if others or self._path is None:
-            what = f"'{others[0]}' is trained and no part of it" if others else "it is no part of it"
+            what = "does not contain it" if self._path is None else f"trains '{others[0]}' beside it"
             raise slapo.ArgumentError(
-                f"a {type(sch.model).__name__} is scheduled, and this {type(module).__name__} is trained: {what}",
-                hint="hold what is trained in one submodule, e.g. self.model, and schedule that",
+                f"a {type(sch.model).__name__} is scheduled, and this {type(module).__name__} {what}",
+                hint="hold all trained parameters in one submodule, e.g. self.model, and schedule that",
             )
         self.sch = sch
 

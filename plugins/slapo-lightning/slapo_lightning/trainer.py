@@ -24,7 +24,7 @@ class SlapoStrategy(ScheduledStrategy, DDPStrategy):
     """Train a submodule of a LightningModule under a schedule: over ``tp``, ``dp`` x ``tp``, and ``fully_shard``.
 
     The steps are applied when processes run and the module has its values: after ``configure_model`` and the precision
-    plugin, before ``configure_optimizers``. Norms are of the whole model; ranks along ``tp`` take the same samples;
+    plugin, before ``configure_optimizers``. Norms are of the entire model; ranks along ``tp`` take the same samples;
     a checkpoint is the one that a single process writes, and loads under any mesh.
 
     Args:
@@ -77,7 +77,7 @@ class SlapoStrategy(ScheduledStrategy, DDPStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def setup_precision_plugin(self) -> None:
-        """Let the precision plugin clip by the norm of the whole model."""
+        """Let the precision plugin clip by the norm of the entire model."""
         self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
         self._share_scale(self.precision_plugin)
         super().setup_precision_plugin()

@@ -122,11 +122,11 @@ def test_a_schedule_precision_and_predictions_and_what_is_refused(message: Messa
     assert found["lowered"][1] == pytest.approx(alone[1], rel=0.02)
     assert found["lowered"][2] == alone[2] == {torch.float32, torch.bfloat16}
     for name, (kind, word) in {
-        "beside": ("ArgumentError", "'scale' is trained"),
+        "beside": ("ArgumentError", "trains 'scale' beside it"),
         "two": ("ArgumentError", "2 have parameters"),
         "half": ("BuildError", "2 of 7 trained parameters"),
         "compiled": ("ArgumentError", "torch.compile"),
-        "foreign": ("ArgumentError", "no part of it"),
+        "foreign": ("ArgumentError", "does not contain it"),
     }.items():
         assert found["refused"][name][0] == kind, name
         message(found["refused"][name][1], word)

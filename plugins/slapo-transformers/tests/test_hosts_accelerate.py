@@ -104,8 +104,9 @@ def folded(numbers: Numbers) -> Numbers:
     return found
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
-@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.breadth)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp"])
 def test_loops_of_accelerate_are_those_of_one_process(fsdp: bool, tmp_path: Path) -> None:
     alone, weights = run_process(reference, tmp_path)
     for numbers, trained, resumed in run_ranks(on_ranks, tmp_path / "state", fsdp, world_size=4):

@@ -93,11 +93,9 @@ def on_four_ranks(place: Path, name: str) -> tuple[list[Result], float]:
     return results, drawn(scheduled(name, arguments(place / "rng"), mesh), place / "rng")
 
 
-def plain_again(place: Path, name: str) -> list[Result]:
-    """Plain runs that go on from tp and from fully_shard."""
-    return [
-        run_plain(name, place / f"plain_{kind}", resume=place / kind / "checkpoint-2") for kind in ("tp", "fsdp_whole")
-    ]
+def plain_again(place: Path, name: str, kinds: list[str]) -> list[Result]:
+    """Plain runs that go on from checkpoints of others."""
+    return [run_plain(name, place / f"plain_{kind}", resume=place / kind / "checkpoint-2") for kind in kinds]
 
 
 def assert_equal_results(found: Result, expected: Result) -> None:
@@ -109,8 +107,16 @@ def assert_equal_results(found: Result, expected: Result) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.breadth), "llama"])
-def test_runs_resume_under_any_layout_and_by_the_plain_trainer(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        ("llama", False),
+        pytest.param("llama", True, marks=pytest.mark.breadth),
+        pytest.param("gpt2", True, marks=pytest.mark.breadth),
+    ],
+    ids=["llama over tp", "llama", "gpt2"],
+)
+def test_runs_resume_under_any_layout_and_by_the_plain_trainer(name: str, replicas: bool, tmp_path: Path) -> None:
     expected = run_process(plain_runs, tmp_path, name)
     for whole, again in run_ranks(on_two_ranks, tmp_path, name, world_size=2):
         assert_equal_results(whole, expected)
@@ -126,9 +132,10 @@ def test_runs_resume_under_any_layout_and_by_the_plain_trainer(name: str, tmp_pa
     torch.testing.assert_close(dict(read), dict(other), rtol=1e-8, atol=1e-10)
     saved = run_ranks(rng_on_two_ranks, tmp_path, world_size=2)
     assert [loaded for _, loaded in saved] == [number for number, _ in saved]
-    for rank, (results, number) in enumerate(run_ranks(on_four_ranks, tmp_path, name, world_size=4)):
-        assert number == saved[rank % 2][0]  # at the same place along tp
-        for found in results:
-            assert_equal_results(found, expected)
-    for found in run_process(plain_again, tmp_path, name):
+    if replicas:
+        for rank, (results, number) in enumerate(run_ranks(on_four_ranks, tmp_path, name, world_size=4)):
+            assert number == saved[rank % 2][0]  # at the same place along tp
+            for found in results:
+                assert_equal_results(found, expected)
+    for found in run_process(plain_again, tmp_path, name, ["tp", "fsdp_whole"] if replicas else ["tp"]):
         assert_equal_results(found, expected)

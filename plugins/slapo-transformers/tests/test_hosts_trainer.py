@@ -40,7 +40,7 @@ def on_ranks(directory: Path, cases: Cases, mesh: dict[str, int]) -> list[Lines]
 
 
 OVER_TP: Cases = [("bert", 4, False), ("gpt2", 1, False), ("llama", 1, False), ("llama", 4, False)]
-OVER_REPLICAS: Cases = [("bert", 2, False), ("llama", 2, False), ("llama", 1, True)]
+OVER_REPLICAS: Cases = [("bert", 2, False), ("llama", 1, True)]
 OTHERS: Cases = [("gpt2", 2, False), ("llama", 4, False), ("bert", 2, True), ("gpt2", 1, True), ("llama", 4, True)]
 
 

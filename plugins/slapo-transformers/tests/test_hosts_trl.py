@@ -126,8 +126,9 @@ def without_counters(lines: Lines) -> Lines:
     ]
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.breadth)], ids=str)
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_sft_with_and_without_an_adapter(mesh: dict[str, int], tmp_path: Path) -> None:
     full, adapted = run_process(reference, tmp_path / "one")
     assert {"entropy", "num_tokens", "mean_token_accuracy", "loss", "grad_norm"} <= set(full[0])

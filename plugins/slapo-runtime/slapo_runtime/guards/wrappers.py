@@ -73,8 +73,8 @@ def refuse_unaware_host(model: nn.Module, shards: dict[str, ShardShape], dims: l
         if host is not None and not hasattr(host, "sch"):
             raise MeshError(
                 f"{type(host).__name__} has no schedule, and this {type(model).__name__} is split along "
-                f"{', '.join(map(repr, dims))}: {described(shards)}; norms, samples and checkpoints would be those of "
-                "one rank",
+                f"{', '.join(map(repr, dims))}: {described(shards)}; it would take norms, samples and checkpoints "
+                "of one rank",
                 hint=f"{right}, with the function of the steps",
             )
         frame = frame.f_back

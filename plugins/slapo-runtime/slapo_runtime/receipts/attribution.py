@@ -343,7 +343,7 @@ class StepPlaces:
                 yield
             finally:
                 for functions, number, before, hook in put:
-                    if functions.get(number) is hook:  # nobody removed it
+                    if functions.get(number) is hook:  # still registered
                         functions[number] = before
 
     def _attribute_modules(self, modules: Iterable[tuple[str, nn.Module]], position: PositionTracker) -> None:

@@ -45,7 +45,7 @@ class RankObservation:
         findings: each expected effect with what was seen, and what nothing explains.
         record: everything else that was seen, by module and step.
         memory: at the peak of the observed steps.
-        types: what is stored -> its types: ``"parameters"``, ``"gradients"``, ``"main weights"``,
+        types: kind of stored tensors -> their types: ``"parameters"``, ``"gradients"``, ``"main weights"``,
             ``"optimizer state"``.
         seconds: of a training step that is not observed; None with ``keep=True``.
         kernels: of CUDA, the longest first; empty on a CPU.

@@ -216,7 +216,7 @@ class _Training:
         memory.hold((parameter.grad for parameter in self._model.parameters()), "gradients")
 
     def types(self) -> dict[str, tuple[str, ...]]:
-        """Return the types of what is stored, after a step."""
+        """Return the types of stored tensors, after a step."""
         parameters = list(self._model.parameters())
         return _types_of({"parameters": parameters, "gradients": [each.grad for each in parameters]})
 
@@ -279,7 +279,7 @@ class _EngineTraining(_Training):
         schedule: of its model.
     """
 
-    steps_before = 2  # which make the optimizer's state, and the buckets of replicas, of which the second is told
+    steps_before = 2  # which make the optimizer's state, and the buckets of replicas, of which the second is reported
 
     def __init__(self, engine: Any, schedule: Schedule) -> None:
         super().__init__(schedule)

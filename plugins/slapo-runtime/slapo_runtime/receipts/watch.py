@@ -83,9 +83,9 @@ class ModuleCalls:
     """Calls of one module in the watched steps.
 
     Args:
-        forward: those of forward passes.
+        forward: calls in forward passes.
         recomputed: those within backward passes.
-        with_gradient: of those of forward passes, the ones with an input that requires a gradient.
+        with_gradient: calls in forward passes with an input that requires a gradient.
         differentiable: likewise, with an output that requires a gradient.
         rows: the most rows, of all axes but the last, of an input.
         inputs: types of floating-point inputs of forward passes, e.g. ``"bfloat16"``.
