@@ -1,4 +1,4 @@
-"""accelerate for scheduled models: its processes are replicas, its norms and states those of the whole model."""
+"""accelerate for scheduled models: its processes are replicas; norms and states are of the full model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from slapo_transformers.optimizer_files import named, numbered
 def prepare(accelerator: Accelerator, sch: Schedule, optimizer: torch.optim.Optimizer, *others: Any) -> tuple[Any, ...]:
     """Prepare a scheduled model for a loop of accelerate, in place of ``accelerator.prepare``.
 
-    The loop stays as it is. ``accelerator.clip_grad_norm_`` clips by the norm of the whole model, whatever parameters
-    it is given; ``gather`` and ``reduce`` count each replica once; ``save_state`` and ``load_state`` hold the whole
+    The loop stays as it is. ``accelerator.clip_grad_norm_`` clips by the norm of the full model, whatever parameters
+    it is given; ``gather`` and ``reduce`` count each replica once; ``save_state`` and ``load_state`` hold the full
     model and its optimizer, and are collectives. Call it on every rank, after the last step and after
     :func:`slapo_core.fully_shard`.
 

@@ -34,7 +34,7 @@ def named(state: Mapping[str, Any], sch: Schedule, optimizer: torch.optim.Optimi
     """Return a state in torch's form by names: of :func:`numbered`, or of the reference model's optimizer.
 
     Args:
-        state: in torch's form; without ``param_names``, its groups are those of the optimizer, in the same order.
+        state: in torch's form; without ``param_names``, its groups are the optimizer's, in the same order.
         sch: the schedule.
         optimizer: to load it.
 
@@ -47,9 +47,10 @@ def named(state: Mapping[str, Any], sch: Schedule, optimizer: torch.optim.Optimi
         of = {id(parameter): name for name, parameter in sch.model.named_parameters()}
         names = [[of.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
         if [len(one) for one in names] != [len(group["params"]) for group in groups]:
+            saved = [len(group["params"]) for group in groups]
             raise OptimizerError(
-                f"the saved groups have {[len(group['params']) for group in groups]} parameters by number, those of "
-                f"{type(optimizer).__name__} {[len(one) for one in names]}",
+                f"the saved groups have {saved} parameters by number, the groups of {type(optimizer).__name__} "
+                f"{[len(one) for one in names]}",
                 hint="save slapo_core.optimizer_state_dict(sch, optimizer), by names",
             )
     name_of = {

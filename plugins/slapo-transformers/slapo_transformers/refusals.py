@@ -7,7 +7,7 @@ from typing import Any
 from slapo_core import ArgumentError, Schedule
 
 _REFUSED = {
-    "torch_compile": ("compiles the whole model", 'sch["model.layers.*"].compile()'),
+    "torch_compile": ("compiles the entire model", 'sch["model.layers.*"].compile()'),
     "use_liger_kernel": (
         "replaces modules and the forward of the model",
         'sch.linear_cross_entropy(implementation="liger"), and replace or fuse steps for other kernels',
@@ -52,6 +52,6 @@ def check_arguments(args: Any, sch: Schedule | None) -> None:
         )
     if args.accelerator_config.dispatch_batches:
         raise ArgumentError(
-            "dispatch_batches=True sends each rank its own samples, and those of a replica must be the same",
+            "dispatch_batches=True sends each rank its own samples, but the ranks of a replica take the same ones",
             hint="accelerator_config={'dispatch_batches': False}",
         )

@@ -27,7 +27,7 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 class ScheduledTrainerMixin(_Base):
     """Train a scheduled model by any Trainer: ``class MyTrainer(ScheduledTrainerMixin, SFTTrainer)``.
 
-    Log lines, evaluations and counts are those of one process that accumulates the batches of all replicas.
+    Log lines, evaluations and counts are as of one process that accumulates the batches of all replicas.
     ``checkpoint-*/`` holds the reference model; training resumes from it under the same schedule, another one, or none.
     Every rank calls the methods of the trainer, saves included.
 
@@ -110,7 +110,7 @@ class ScheduledTrainerMixin(_Base):
             self.args.average_tokens_across_devices = averages
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """Count those of the reference model; the host sums them over all ranks."""
+        """Count the reference model's operations; the host sums them over all ranks."""
         if self._counts is None:
             self._counts = self._parameter_counts()
         own, reference = self._counts
