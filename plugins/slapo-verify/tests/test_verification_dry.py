@@ -162,7 +162,7 @@ def test_a_search_without_a_limit_is_not_ended_with_the_processes(monkeypatch: p
         given.append(timeout)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("slapo_verify.child_processes.run_ranks", stop)
+    monkeypatch.setattr("slapo_runtime.declared_ranks.run_ranks", stop)
     for seconds in (120.0, None, 0.0):
         with pytest.raises(KeyboardInterrupt):
             slapo.verify(tensor_parallel(Fused), INPUTS, blame_seconds=seconds, timeout=50.0)
