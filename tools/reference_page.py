@@ -15,7 +15,7 @@ from docstring_markdown import sections, signature, tidy
 
 import slapo_core
 import slapo_testing as testing
-from slapo_core import errors
+from slapo_core import effects, errors
 from slapo_core.plugins import current_registry
 from slapo_core.tree.selection import NodeGroup
 from slapo_graph import patterns
@@ -45,13 +45,14 @@ purpose is in [errors.md](errors.md), the command line in [cli.md](cli.md), and 
 # that its module belongs to.
 _PARTS: dict[str, tuple[str, ...]] = {
     "Scheduling": ("create_schedule", "Schedule", "Node", "NodeGroup", "Mesh", "Record", "replay"),
-    "Verifying": ("verify", "VerifyReport", "Largest"),
+    "Verifying": ("verify", "VerifyReport", "Largest", "observe", "Observation"),
     "Building and training": ("build", "Engine", "StepResult", "TorchDialect", "TorchEngine"),
     "Writing primitives": (
         "Primitive",
         "Edit",
         "Equivalence",
         "Violation",
+        "Effect",
         "Layout",
         "Distributed",
         "Divisible",
@@ -124,6 +125,7 @@ def reference_page(note: str) -> str:
     parts = [(title, list(_named(title))) for title in _PARTS]
     parts.append(("Primitives", list(_primitives())))
     parts.append(("Writing patterns: slapo_graph.patterns", list(_of_patterns())))
+    parts.append(("Effects: slapo_core.effects", list(_of_effects())))
     parts.append(("Testing: slapo_testing", list(_of_testing())))
     lines = ["# Reference", "", note, _INTRODUCTION, ""]
     for title, entries in parts:
@@ -166,6 +168,12 @@ def _primitives() -> Iterator[tuple[str, list[str]]]:
 def _of_patterns() -> Iterator[tuple[str, list[str]]]:
     for name in patterns.__all__:
         yield name, _entry(name, getattr(patterns, name))
+
+
+def _of_effects() -> Iterator[tuple[str, list[str]]]:
+    for name in effects.__all__:
+        if name not in slapo_core.__all__:
+            yield name, _entry(name, getattr(effects, name))
 
 
 def _of_testing() -> Iterator[tuple[str, list[str]]]:

@@ -159,8 +159,8 @@ def test_every_hook_and_every_error_has_its_section() -> None:
 def test_every_public_name_is_in_the_reference_with_its_documentation() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
     sections = re.findall(r"^### (\S+)$", page, flags=re.MULTILINE)
-    public = [name for name in slapo.__all__ if name not in errors.__all__ and name != "patterns"]
-    public += slapo.patterns.__all__
+    public = [name for name in slapo.__all__ if name not in errors.__all__ and name not in ("effects", "patterns")]
+    public += [*slapo.patterns.__all__, *(name for name in slapo.effects.__all__ if name != "Effect")]
     engine = [f"Engine.{name}" for name in vars(slapo.Engine) if not name.startswith("_")]
     members = re.findall(r"^#### `(\S+)`$", page, flags=re.MULTILINE)
     assert [name for name in (*public, *testing.__all__, *PRIMITIVES) if sections.count(name) != 1] == []
