@@ -114,7 +114,7 @@ def _forbidden(imported: str) -> bool:
     if root == "slapo_runtime":
         return rest.partition(".")[0] not in _public_modules()
     if root == "slapo_core":
-        return rest not in slapo_core.__all__
+        return rest.removeprefix("effects.") not in (*slapo_core.__all__, *slapo_core.effects.__all__)
     return root.startswith("slapo_") and root != "slapo_torch"
 
 

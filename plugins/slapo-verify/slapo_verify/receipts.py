@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from slapo_core.effects import Casts, Collective
+from slapo_core.effects import Casts, Collective, Recomputes
 from slapo_runtime.receipts.receipt import Expectation, Finding, expectations, receipt, unexplained
 from slapo_runtime.receipts.watch import Observed, Watch
 
@@ -43,7 +43,14 @@ class Receipts:
         if self._observed is None:
             return ()
         expected = [_without_types(one) for one in expectations(self._schedule) if not isinstance(one.effect, Casts)]
-        return (*receipt(expected, self._observed), *unexplained(self._observed, expected))
+        found = receipt([one for one in expected if not _may_keep_nothing(one)], self._observed)
+        return (*found, *unexplained(self._observed, expected))
+
+
+def _may_keep_nothing(one: Expectation) -> bool:
+    """Return whether a checkpoint is of matches, of which nothing is kept where they are dropout, which is off here."""
+    is_of_match = one.step is not None and getattr(one.step.primitive, "match", None) is not None
+    return is_of_match and isinstance(one.effect, Recomputes)
 
 
 def _without_types(one: Expectation) -> Expectation:

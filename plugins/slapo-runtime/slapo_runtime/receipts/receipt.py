@@ -439,6 +439,8 @@ def _(effect: Recomputes, one: Expectation, calls: ModuleCalls, record: Observed
         seen = sum(count for each, count in again.items() if not each.name and _below(one.path, each.place.module))
     if not seen and _needs_no_gradient(calls, one.path, record):
         return None
+    if not seen and not any(_below(one.path, place.module) and place.phase == "forward" for place in record.operators):
+        return None  # nothing to keep, e.g. where dropout is off
     inner = [each.name for each in again if each.name not in ("", one.path) and _below(one.path, each.name)]
     own = [path for path in record.trained if _below(one.path, path) and not any(_below(each, path) for each in inner)]
     if not seen and inner and not own:
