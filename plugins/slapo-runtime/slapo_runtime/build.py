@@ -99,8 +99,8 @@ def build(
             ``torch.optim`` takes in place of parameters, the same on every rank; it passes the list on as it is.
         param_groups: settings by pattern of reference names, e.g. ``{"lm_head.*": {"lr": 1e-5}}``. A parameter has the
             settings of all patterns that it matches by one of its names; for the same setting, the first one's.
-        receipts: whether the engine's first ``train_step`` is observed, and raises a ReceiptError, on each rank that
-            misses an effect of a step or of the target, after its update. Later steps are as without it.
+        receipts: whether the engine's first ``train_step`` is observed, and raises a ReceiptError on every rank where
+            one misses an effect of a step or of the target, after its update. Later steps are as without it.
         config: options of the dialect.
 
     Raises:

@@ -17,6 +17,7 @@ import slapo_core as slapo
 from slapo_core import Edit, Equivalence, Node, Primitive
 from slapo_core.effects import Calls, Effect
 from slapo_core.observers import happened
+from slapo_runtime.launcher import run_ranks
 from slapo_runtime.receipts.collectives import CollectiveCall
 from slapo_runtime.receipts.engines import built_of
 from slapo_runtime.receipts.receipt import unexplained
@@ -99,6 +100,29 @@ def test_a_step_without_its_effect_raises_with_its_line() -> None:
     assert error.seen.startswith("0 of 1")
     assert any(not torch.equal(before[name], now) for name, now in engine.state_dict().items())
     engine.train_step(BATCH)  # the first step alone is looked at
+
+
+def missing_on_the_last_rank() -> tuple[str, str]:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), mesh={"dp": 2})
+    sch["0"].apply(Reported())
+    engine = built(sch, receipts=True)
+    if torch.distributed.get_rank() == 1:
+        layer = engine.module.get_submodule("0")
+        layer.forward = nn.Linear.forward.__get__(layer)
+    with pytest.raises(slapo.ReceiptError) as caught:
+        engine.train_step(BATCH)
+    assert isinstance(caught.value, slapo.ReceiptError)
+    engine.train_step(BATCH)
+    return str(caught.value).partition("\n")[0], caught.value.record
+
+
+@pytest.mark.ranks
+def test_an_effect_that_one_rank_misses_raises_on_every_rank() -> None:
+    first, second = run_ranks(missing_on_the_last_rank, world_size=2, timeout=120.0)
+    assert first == second
+    assert "missing on rank 1 in the first" in first[0]
+    assert first[1] == "#1 reported() at '0'"
 
 
 def test_a_broken_effects_method_breaks_receipts_alone() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ReceiptError
 from slapo_core.internals import Internals
+from slapo_runtime.ranks.world import World
 from slapo_runtime.receipts.attribution import StepPlaces
 from slapo_runtime.receipts.receipt import (
     Expectation,
@@ -97,9 +100,13 @@ def check_first_step(engine: Any, built: Built) -> None:
             result = step(batch)
         del engine.train_step
         findings = (*receipt(expected, record), *unexplained(record, expected, by_runtime=True))
-        missing = [one for one in findings if not one.is_seen]
-        if missing:
-            raise _error(missing, len(findings))
+        own = [dataclasses.asdict(one) for one in findings if not one.is_seen]
+        world = World(built.schedule.mesh)
+        for rank, text in enumerate(world.gather_by_store(json.dumps([len(findings), own]))):
+            count, missing = json.loads(text)
+            if missing:
+                where = "" if world.is_alone else f" on rank {world.ranks[rank]}"
+                raise _error([Finding(**each) for each in missing], count, where)
         return result
 
     engine.train_step = first_step
@@ -108,11 +115,12 @@ def check_first_step(engine: Any, built: Built) -> None:
 _SHOWN = 10
 
 
-def _error(missing: list[Finding], count: int) -> ReceiptError:
+def _error(missing: list[Finding], count: int, where: str) -> ReceiptError:
     first, more = missing[0], len(missing) - _SHOWN
+    what = f"{len(missing)} of {count} effects are missing{where} in the first training step, whose update was made"
     lines = "\n".join(f"  {one}" for one in missing[:_SHOWN]) + (f"\n  and {more} more" if more > 0 else "")
     return ReceiptError(
-        f"{len(missing)} of {count} effects are missing in the first training step, whose update was made:\n{lines}",
+        f"{what}:\n{lines}",
         record=first.source,
         location=first.location,
         expected=first.expected,
