@@ -65,7 +65,7 @@ def measure(
 
 def show(
     device: Annotated[str, typer.Argument(help="A file of `slapo device measure --json FILE`; or h100, a100.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a device without measuring."""
     found = find_device(device)
@@ -134,6 +134,21 @@ def _print(device: DeviceSpec) -> None:
     print_table((device.name, ""), rows)
 
 
+Model = Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="A function that returns the model.")]
+ScheduleFunction = Annotated[
+    str | None, typer.Option("--schedule", metavar="MODULE:FN", help="A function of the schedule that applies steps.")
+]
+Loss = Annotated[str | None, typer.Option("--loss", metavar="MODULE:FN", help="loss(output, batch), as for build.")]
+Microbatches = Annotated[
+    int | None, typer.Option("--microbatches", min=1, help="Micro-batches of a pipeline; default: as for build.")
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="A JSON file for the target's option config, e.g. DeepSpeed's."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")]
+
+
 class EstimateCommands(Command):
     """Estimate memory, collectives and time of a saved schedule."""
 
@@ -146,11 +161,8 @@ class EstimateCommands(Command):
 
 
 def estimate(
-    model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="A function that returns the model.")],
-    schedule: Annotated[
-        str | None,
-        typer.Option("--schedule", metavar="MODULE:FN", help="A function of the schedule that applies steps."),
-    ] = None,
+    model: Model,
+    schedule: ScheduleFunction = None,
     mesh: Annotated[
         str | None, typer.Option("--mesh", metavar="SIZES", help="Declared sizes, outermost first: dp=8,tp=8.")
     ] = None,
@@ -166,19 +178,11 @@ def estimate(
     optimizer: Annotated[
         str, typer.Option("--optimizer", help="A class of torch.optim, MODULE:FN as for build, or none.")
     ] = "AdamW",
-    loss: Annotated[
-        str | None, typer.Option("--loss", metavar="MODULE:FN", help="loss(output, batch), as for build.")
-    ] = None,
+    loss: Loss = None,
     accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches of a step.")] = 1,
-    microbatches: Annotated[
-        int | None,
-        typer.Option("--microbatches", min=1, help="Micro-batches of a pipeline; default: as for build."),
-    ] = None,
+    microbatches: Microbatches = None,
     target: Annotated[str, typer.Option("--target", help="The dialect whose training step is estimated.")] = "torch",
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help="A JSON file for the target's option config, e.g. DeepSpeed's."),
-    ] = None,
+    config: ConfigFile = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -195,7 +199,7 @@ def estimate(
     ] = None,
     each: Annotated[bool, typer.Option("--each", help="List each collective.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for each kind of rank.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict peak memory, collectives, operations and time of a training step, for a mesh of any size.
 

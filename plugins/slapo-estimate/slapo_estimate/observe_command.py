@@ -12,7 +12,21 @@ import typer
 
 from slapo_core import Command
 from slapo_core.cli import print_json
-from slapo_estimate.commands import batch_of, find, find_device, mesh_of, no_steps, optimizer_of, progress
+from slapo_estimate.commands import (
+    AsJson,
+    ConfigFile,
+    Loss,
+    Microbatches,
+    Model,
+    ScheduleFunction,
+    batch_of,
+    find,
+    find_device,
+    mesh_of,
+    no_steps,
+    optimizer_of,
+    progress,
+)
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -32,11 +46,8 @@ class ObserveCommands(Command):
 
 
 def observe(
-    model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="A function that returns the model.")],
-    schedule: Annotated[
-        str | None,
-        typer.Option("--schedule", metavar="MODULE:FN", help="A function of the schedule that applies steps."),
-    ] = None,
+    model: Model,
+    schedule: ScheduleFunction = None,
     mesh: Annotated[
         str | None, typer.Option("--mesh", metavar="SIZES", help="Declared sizes, outermost first: dp=2,tp=2.")
     ] = None,
@@ -51,9 +62,7 @@ def observe(
         ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Observed training steps.")] = 1,
-    loss: Annotated[
-        str | None, typer.Option("--loss", metavar="MODULE:FN", help="loss(output, batch), as for build.")
-    ] = None,
+    loss: Loss = None,
     target: Annotated[
         str | None,
         typer.Option("--target", help="Observe an engine of this dialect; default: the scheduled model alone."),
@@ -62,14 +71,8 @@ def observe(
         str, typer.Option("--optimizer", help="Of an engine: a class of torch.optim, or MODULE:FN as for build.")
     ] = "AdamW",
     accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches of an engine's step.")] = 1,
-    microbatches: Annotated[
-        int | None,
-        typer.Option("--microbatches", min=1, help="Micro-batches of a pipeline; default: as for build."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help="A JSON file for the target's option config, e.g. DeepSpeed's."),
-    ] = None,
+    microbatches: Microbatches = None,
+    config: ConfigFile = None,
     with_estimate: Annotated[
         bool, typer.Option("--estimate", help="Estimate the step, too, and show both side by side.")
     ] = False,
@@ -77,7 +80,7 @@ def observe(
         str | None, typer.Option("--device", metavar="FILE|NAME", help="Of the estimate's time; see `slapo estimate`.")
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for the processes.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run training steps of a schedule, and report the effects of its steps that were seen.
 

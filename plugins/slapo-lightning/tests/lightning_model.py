@@ -160,7 +160,7 @@ def fitted(
     if name is None:
         module = module.double()  # Lightning loads a checkpoint before it converts the module
     two = epochs == 2 and resume is None
-    trainer.fit(module, training, validation, ckpt_path=resume, weights_only=False)
+    trainer.fit(module, training, validation, ckpt_path=resume, weights_only=True)
     logged = _logged(trainer.callback_metrics)
     tested = trainer.test(module, validation, verbose=False)[0]
     earlier = trainer.test(module, validation, ckpt_path=directory / "epoch=0.ckpt", verbose=False)[0] if two else {}
@@ -180,7 +180,7 @@ def _logged(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def saved(file: Path) -> list[torch.Tensor]:
     """The tensors of a checkpoint's weights and optimizer, in the order of the model."""
-    state = torch.load(file, weights_only=False)
+    state = torch.load(file, weights_only=True)
     moments = state["optimizer_states"][0]
     names = [name for group in moments["param_groups"] for name in group["params"]]
     of = [moments["state"][name][kind] for name in names for kind in ("step", "exp_avg", "exp_avg_sq")]

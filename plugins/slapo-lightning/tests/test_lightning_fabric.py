@@ -106,7 +106,7 @@ def _scheduled(root: Path, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def saved(file: Path) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    state = torch.load(file, weights_only=False)
+    state = torch.load(file, weights_only=True)
     moments = state["optimizer"]["state"]
     names = [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
     return state["model"], [moments[name][kind] for name in names for kind in ("step", "exp_avg", "exp_avg_sq")]

@@ -105,5 +105,5 @@ def test_a_checkpoint_resumes_under_the_same_and_other_layouts(runs: tuple[Path,
 def test_ranks_that_find_other_checkpoints_best_save_together(runs: tuple[Path, Runs]) -> None:
     root, _ = runs  # the second epoch is better on some ranks, which would save and wait for the others
     for name in LAYOUTS:
-        assert torch.load(root / name / "best" / "best.ckpt", weights_only=False)["epoch"] == 0
-    assert torch.load(root / "alone" / "best" / "best.ckpt", weights_only=False)["epoch"] == 1
+        assert torch.load(root / name / "best" / "best.ckpt", weights_only=True)["epoch"] == 0
+    assert torch.load(root / "alone" / "best" / "best.ckpt", weights_only=True)["epoch"] == 1

@@ -335,7 +335,10 @@ def test_checkpoints_within_checkpoints_are_seen() -> None:
 
 
 def test_effects_that_raise_or_are_none_name_the_plugin() -> None:
-    for effect, word in ((KeyError("oh"), "KeyError"), ("all_reduce", "got str")):
+    class Own(Effect):
+        """A kind that nothing looks for."""
+
+    for effect, word in ((KeyError("oh"), "KeyError"), ("all_reduce", "got str"), (Own(), "got Own")):
         sch = slapo.create_schedule(net())
         sch["0"].apply(Promise(effect))
         with pytest.raises(ApplyError, match=word) as refused:

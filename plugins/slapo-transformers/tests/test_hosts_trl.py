@@ -124,7 +124,7 @@ def on_ranks(directory: Path, mesh: dict[str, int]) -> list[Lines]:
 
 
 def without_counters(lines: Lines) -> Lines:
-    """Leave out what TRL and the host count anew after a resume: tokens, and the mean loss."""
+    """Leave out what TRL and the host count again from zero after a resume: tokens, and the mean loss."""
     return [
         {key: value for key, value in line.items() if not key.endswith(("num_tokens", "train_loss"))} for line in lines
     ]

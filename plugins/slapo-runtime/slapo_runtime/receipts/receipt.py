@@ -83,9 +83,9 @@ def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expect
             of the scheduled model alone, as ``verify`` makes it.
     """
     internals, found = Internals(schedule), []
-    records = list(schedule.records)
-    for number, record in enumerate(records):
-        if any(_replaces(later, record.path) for later in records[number + 1 :]):
+    replaced = [record for record in schedule.records if _replaces_module(record)]
+    for record in schedule.records:
+        if any(later.index > record.index and _below(later.path, record.path) for later in replaced):
             continue
         if record.primitive.targets is not None and not by_runtime:
             continue
@@ -93,13 +93,13 @@ def expectations(schedule: Schedule, *, by_runtime: bool = False) -> list[Expect
             node = internals.node(record.path)
         except PathError:  # a later step took the module out
             continue
-        for effect in _effects(record, node):
+        effects = _effects(record, node)
+        gone, is_alone = (_gone(node), _computes_alone(node)) if effects else ("", False)
+        for effect in effects:
             if isinstance(effect, Collective) and effect.per == "step" and not by_runtime:
                 continue
             path = record.path if effect.at is None else effect.at
-            found.append(
-                Expectation(record, effect, path, str(record), record.location, _gone(node), _computes_alone(node))
-            )
+            found.append(Expectation(record, effect, path, str(record), record.location, gone, is_alone))
     return found
 
 
@@ -139,9 +139,9 @@ def _effects(record: Record, node: Node) -> list[Effect]:
             hint=hint,
         ) from error
     for effect in effects:
-        if not isinstance(effect, Effect):
+        if _compare.dispatch(type(effect)) is _compare.dispatch(object):
             raise ApplyError(
-                f"effects() of {record} must yield effects (got {type(effect).__name__})",
+                f"effects() of {record} must yield effects of slapo_core.effects (got {type(effect).__name__})",
                 path=record.path,
                 plugin=record.distribution,
                 hint=hint,
@@ -165,11 +165,8 @@ def expectations_of_plan(plan: Plan) -> list[Expectation]:
     return [Expectation(None, effect, effect.at or "", source) for effect in plan.effects]
 
 
-def _replaces(later: Record, path: str) -> bool:
-    primitive: Any = later.primitive
-    if later.name != "core.replace" or getattr(primitive, "match", None) is not None:
-        return False
-    return later.path in ("", path) or path.startswith(f"{later.path}.")
+def _replaces_module(record: Record) -> bool:
+    return record.name == "core.replace" and getattr(record.primitive, "match", None) is None
 
 
 def receipt(expected: Iterable[Expectation], record: Observed) -> list[Finding]:
@@ -318,7 +315,7 @@ Seen = tuple[str, bool, str]
 @functools.singledispatch
 def _compare(effect: Effect, one: Expectation, calls: ModuleCalls, record: Observed) -> Seen | None:
     """Look for an effect; None where it cannot show, e.g. in a backward pass without gradients."""
-    raise TypeError(f"unknown effect {type(effect).__name__}")
+    raise NotImplementedError(type(effect).__name__)
 
 
 def _counted(seen: int, times: int | None, calls: int, what: str) -> Seen:
