@@ -20,6 +20,7 @@ from slapo_runtime.state import live_state
 from slapo_transformers.accelerators import attach, check_schedule
 from slapo_transformers.checkpoints import MANIFEST, newest, rng_directory, rng_file, with_adapter, write_manifest
 from slapo_transformers.refusals import check_arguments
+from slapo_transformers.trl_forwards import run_steps, scheduled_adapters
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -65,7 +66,22 @@ class ScheduledTrainerMixin(_Base):
                     f"the schedule is one of another {type(self.schedule.model).__name__} than model=",
                     hint="leave model out: SlapoTrainer(schedule=sch, args=...)",
                 )
-        super().__init__(*args, **kwargs)
+        if kwargs.get("peft_config") is not None:
+            raise ArgumentError(
+                "peft_config= makes another model, but the steps of the schedule are for the one that is given",
+                hint="model = get_peft_model(model, peft_config), before the schedule, and leave peft_config out",
+            )
+        with scheduled_adapters(None if self.schedule is None else self.schedule.model):
+            super().__init__(*args, **kwargs)
+        self._run_steps()
+
+    def _run_steps(self) -> None:
+        """Have the forward that TRL sets on models run their steps."""
+        run_steps(self.args, self.model, getattr(self, "ref_model", None))
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self._run_steps()  # TRL computes log-probabilities before it is made
+        return super()._precompute_ref_logps(*args, **kwargs)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a model and its schedule."""

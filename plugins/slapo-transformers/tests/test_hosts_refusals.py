@@ -133,7 +133,18 @@ def test_older_checkpoints_stay_until_a_save_is_complete(tmp_path: Path, monkeyp
         trainer(SlapoTrainer, arguments(tmp_path / "empty"), schedule=run.schedule).train(resume_from_checkpoint=True)
 
 
-OWN = {"_attach", "_wait", "_parameter_counts", "_shared", "_one_of_each_replica", "_first_ranks", "schedule", "steps"}
+OF_TRL = {"_run_steps", "_precompute_ref_logps"}  # see test_hosts_trl_steps.py
+OWN = {
+    *OF_TRL,
+    "_attach",
+    "_wait",
+    "_parameter_counts",
+    "_shared",
+    "_one_of_each_replica",
+    "_first_ranks",
+    "schedule",
+    "steps",
+}
 SEAMS: dict[type, type] = {
     ScheduledTrainerMixin: transformers.Trainer,
     accelerators.ScheduledAccelerator: accelerate.Accelerator,
