@@ -59,8 +59,8 @@ def unmark(modules: Iterable[nn.Module]) -> None:
 
 
 def has_steps(module: nn.Module) -> bool:
-    """Return whether steps changed a module."""
-    return _MARK in module.__dict__
+    """Return whether steps changed a module, or one inside of it."""
+    return any(_MARK in one.__dict__ for one in module.modules())
 
 
 def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | None = None) -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from slapo_core.internals import forwards
 
 
+_FOR_TRL = "class MyTrainer(slapo_transformers.ScheduledTrainerMixin, SFTTrainer)"
+
+
 def warn_of_skipped_steps(model: nn.Module, own: Any, *, stacklevel: int) -> None:
     """Warn of a later forward of the root that does not call the steps' forward.
 
@@ -40,8 +43,7 @@ def _skipped_steps(model: nn.Module) -> str:
         f"a forward was set on this {type(model).__name__} after steps at its root, and does not call the forward of "
         "these steps, which do not run\n"
         "  hint: set it before slapo_core.create_schedule(model), or apply the steps below the root: "
-        "sch['*'].checkpoint(); for TRL's trainers: class MyTrainer(slapo_transformers.ScheduledTrainerMixin, "
-        "SFTTrainer)"
+        f"sch['*'].checkpoint(); for TRL's trainers: {_FOR_TRL}"
     )
 
 
@@ -98,7 +100,7 @@ class ForwardWatch:
     def __init__(self, schedule: Schedule) -> None:
         self._model = schedule.model
         countable, calls = dict(_countable(self._model)), Internals(schedule).tree.calls
-        head = head_of(self._model)
+        self._head = head = head_of(self._model)
         self._synced = {
             path: one
             for path, one in countable.items()
@@ -134,6 +136,11 @@ class ForwardWatch:
         skipped = {path: module for path, module in self._synced.items() if not self._calls[id(module)]}
         if not skipped:
             return
+        for path, module in skipped.items():
+            if module is self._head and not any(one.requires_grad for one in module.parameters()):  # not in the graph
+                warn_user(
+                    f"the forward of '{path}' did not run, nor the steps at it\n  hint: for TRL's trainers: {_FOR_TRL}"
+                )
         inside = {id(module) for one in skipped.values() for module in one.modules()}
         uses = _uses(output)
         for path, module in skipped.items():
@@ -146,8 +153,7 @@ class ForwardWatch:
                         f"the forward of '{path}' did not run, but its '{name}' contributes to the output: code that "
                         "reads the parameter skips the steps at the module, and reads a shard where they split it",
                         hint=f"call the module: model.{path}(...); for a loss fused with the head, or another forward "
-                        f"that reads the parameter, leave out the steps at '{path}'; for TRL's trainers: "
-                        "class MyTrainer(slapo_transformers.ScheduledTrainerMixin, SFTTrainer)",
+                        f"that reads the parameter, leave out the steps at '{path}'; for TRL's trainers: {_FOR_TRL}",
                     )
 
 

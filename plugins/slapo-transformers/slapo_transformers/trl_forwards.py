@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from slapo_core import ArgumentError
@@ -64,7 +64,7 @@ def run_steps(args: Any, *models: Any) -> None:
         ArgumentError: a step replaced the forward of the root, or an argument's loss is not one of calls of the head.
     """
     for model in models:
-        if isinstance(model, nn.Module):
+        if model is not None:
             _run_steps(args, model.get_base_model() if hasattr(model, "peft_config") else model)
 
 

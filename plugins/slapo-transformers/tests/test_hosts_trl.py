@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 import slapo_core as slapo
 from slapo_runtime.launcher import run_process, run_ranks
 
-from .training_runs import VOCABULARY, arguments, assert_equal_logs, log, model, samples
+from .training_runs import VOCABULARY, accuracy, arguments, assert_equal_logs, log, model, samples
 
 Lines = list[dict[str, float]]
 Cases = list[tuple[str, dict[str, Any]]]
@@ -73,14 +73,17 @@ def split_lora(sch: slapo.Schedule) -> None:
         mlp.sync("bwd_post", "all_reduce")
 
 
+def is_first() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
 def on_disk(rows: list[Any], directory: Path) -> Any:
     """Return a dataset whose caches all ranks share."""
     from datasets import Dataset, load_from_disk
 
-    is_distributed = torch.distributed.is_initialized()
-    if not is_distributed or torch.distributed.get_rank() == 0:
+    if is_first():
         Dataset.from_list(rows).save_to_disk(directory)
-    if is_distributed:
+    if torch.distributed.is_initialized():
         torch.distributed.barrier()
     return load_from_disk(directory)
 
@@ -127,7 +130,9 @@ def split(made: Any, mesh: dict[str, int], head: str, *, adapter: bool = False) 
         model, at = sch["model"], sch["lm_head"]
     if head != "whole":
         model["embed_tokens"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
-        at.shard("weight", axis=0, pad=True).sync("bwd_post", "all_reduce")
+        if len(at.ties("weight")) == 1:
+            at.shard("weight", axis=0, pad=True)
+        at.sync("bwd_post", "all_reduce")
         if head == "gathered":
             at.sync("fwd_post", "all_gather")
         else:
@@ -174,6 +179,10 @@ def trainer(
     fsdp: bool = False,
     reference: str = "none",
     data: str = "",
+    tied: bool = False,
+    metrics: bool = False,
+    layers: dict[str, int] | None = None,
+    mixin: bool = True,
     **arguments_: Any,
 ) -> Any:
     """Return a trainer of TRL, plain without a mesh."""
@@ -192,7 +201,17 @@ def trainer(
         "train_dataset": on_disk(make(48, seed=2), directory / "data"),
         "eval_dataset": on_disk(make(8, seed=3), directory / "held_out"),
     }
-    made = lora(model("llama")) if adapter else model("llama")
+    made = model("llama")
+    if tied:
+        made.lm_head.weight, made.config.tie_word_embeddings = made.model.embed_tokens.weight, True
+    if metrics:
+        options["compute_metrics"] = accuracy
+    if reference == "default":  # which TRL loads by the name of the model
+        made.config._name_or_path = str(directory / "reference")
+        made.save_pretrained(made.config._name_or_path, is_main_process=is_first())
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+    made = lora(made) if adapter else made
     if adapter and kind == "dpo" and mesh is not None:
         made.add_adapter("ref", made.peft_config["default"])
         made.double()
@@ -200,8 +219,11 @@ def trainer(
         options["ref_model"] = model("llama")
         if mesh is not None:
             options["ref_model"] = split(options["ref_model"], mesh, head).model
-    if mesh is None:
-        return host(model=made, **options)
+    if layers is not None:
+        sch = slapo.create_schedule(made, mesh=layers)
+        sch["model.layers.*"].checkpoint()
+    if mesh is None or not mixin:
+        return host(model=made if mesh is None else split(made, mesh, head).model, **options)
     sch = split(made, mesh, head, adapter=adapter)
     if fsdp:
         slapo.fully_shard(sch)
@@ -212,7 +234,7 @@ def reference(directory: Path, cases: Cases, replicas: int) -> list[Lines]:
     """Plain runs with the batches of all replicas in one, over which TRL pools entropy and accuracy."""
     found = []
     for number, (kind, options) in enumerate(cases):
-        own = {name: value for name, value in options.items() if name not in ("head", "fsdp")}
+        own: Any = {name: value for name, value in options.items() if name not in ("head", "fsdp")}
         run = trainer(kind, directory / str(number), None, **own)
         run.args.gradient_accumulation_steps = 2 // replicas
         run.args.per_device_train_batch_size *= replicas
@@ -285,7 +307,11 @@ WHOLE: Cases = [
     ("sft", {"head": "gathered", "loss_type": "dft"}),
     ("dpo", {"head": "deferred", "precompute_ref_log_probs": True}),
     ("dpo", {"head": "deferred", "reference": "model", "use_weighting": True}),
-    ("dpo", {"reference": "model", "gradient_checkpointing": False}),
+    ("dpo", {"reference": "default", "gradient_checkpointing": False}),
+    ("dpo", {"head": "deferred", "reference": "default", "loss_type": ["sigmoid", "sft"]}),
+    ("sft", {"head": "deferred", "tied": True}),
+    ("sft", {"head": "gathered", "tied": True, "label_smoothing_factor": 0.1}),
+    ("sft", {"head": "deferred", "metrics": True}),
 ]
 DATA: Cases = [
     ("sft", {"head": "deferred", "packing": True, "max_length": 16}),
@@ -336,3 +362,59 @@ def test_adapters(mesh: dict[str, int], tmp_path: Path) -> None:
     weight = base.model.layers[0].self_attn.q_proj.weight.clone()
     merged: Any = PeftModel.from_pretrained(base, checkpoint).merge_and_unload()
     assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight, weight)
+
+
+AS_THEY_ARE: Cases = [
+    ("sft", {"activation_checkpointing": False}),
+    ("dpo", {"activation_checkpointing": False, "reference": "model"}),
+]
+
+
+def as_they_are(directory: Path, mesh: dict[str, int]) -> tuple[list[Lines], list[str]]:
+    """Log lines of plain trainers, given a model with steps at its layers; and what they say of split models."""
+    found = []
+    for number, (kind, options) in enumerate(AS_THEY_ARE):
+        run = trainer(kind, directory / str(number), None, layers=mesh, **options)
+        run.args.gradient_accumulation_steps = 2 // mesh.get("dp", 1)
+        run.train()
+        found.append(log(run))
+    refused = []
+    for kind, head, call in (
+        ("sft", "whole", "train"),
+        ("sft", "deferred", "train"),
+        ("dpo", "gathered", "train"),
+        ("dpo", "gathered", "evaluate"),
+    ):
+        run = (
+            trainer(
+                kind,
+                directory / f"{kind}{head}",
+                {"tp": 2},
+                head=head,
+                mixin=False,
+                reference="model" if kind == "dpo" else "none",
+            )
+            if mesh
+            else None
+        )
+        if run is not None:
+            with pytest.raises(slapo.SlapoError) as caught:
+                getattr(run, call)()
+            refused.append(str(caught.value))
+    return found, refused
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+def test_trainers_as_they_are_train_right_or_are_refused(tmp_path: Path) -> None:
+    expected = run_process(reference, tmp_path / "one", AS_THEY_ARE, 1)
+    pooled = run_process(reference, tmp_path / "pooled", AS_THEY_ARE, 2)
+    own, _ = run_process(as_they_are, tmp_path / "own", {})
+    for found, lines in zip(own, expected, strict=True):
+        assert_equal_logs(found, lines, atol=1e-12)
+    for replicas, refused in run_ranks(as_they_are, tmp_path / "ranks", {"dp": 2}, world_size=2):
+        for found, lines in zip(replicas, pooled, strict=True):
+            assert_equal_logs(*([line for line in these if "loss" in line] for these in (found, lines)), atol=1e-12)
+        for text in refused[:3]:
+            assert "MyTrainer(slapo_transformers.ScheduledTrainerMixin, SFTTrainer)" in text
+        assert "the batch: input_ids" in refused[3]
