@@ -100,7 +100,7 @@ class ForwardWatch:
     def __init__(self, schedule: Schedule) -> None:
         self._model = schedule.model
         countable, calls = dict(_countable(self._model)), Internals(schedule).tree.calls
-        self._head = head = head_of(self._model)
+        head = head_of(self._model)
         self._synced = {
             path: one
             for path, one in countable.items()
@@ -136,11 +136,6 @@ class ForwardWatch:
         skipped = {path: module for path, module in self._synced.items() if not self._calls[id(module)]}
         if not skipped:
             return
-        for path, module in skipped.items():
-            if module is self._head and not any(one.requires_grad for one in module.parameters()):  # not in the graph
-                warn_user(
-                    f"the forward of '{path}' did not run, nor the steps at it\n  hint: for TRL's trainers: {_FOR_TRL}"
-                )
         inside = {id(module) for one in skipped.values() for module in one.modules()}
         uses = _uses(output)
         for path, module in skipped.items():

@@ -97,15 +97,6 @@ def test_without_the_mixin_they_are_noticed(
     message(caught, "'lm_head' did not run", "ScheduledTrainerMixin, SFTTrainer")
 
 
-def test_a_frozen_head_is_noticed(tmp_path: Path) -> None:
-    made = lora(model("llama"))
-    sch = slapo.create_schedule(made)
-    head = DoubledLogits(16, VOCABULARY, bias=False, dtype=torch.float64).requires_grad_(requires_grad=False)
-    sch["base_model.model.lm_head"].replace(head)
-    with pytest.warns(UserWarning, match="(?s)'base_model.model.lm_head' did not run.*ScheduledTrainerMixin"):
-        lines(tmp_path, SFTTrainer, made)
-
-
 def test_a_copy_of_the_model_calls_its_own_head(tmp_path: Path) -> None:
     sch = slapo.create_schedule(model("llama"))
     double_logits(sch)
