@@ -143,6 +143,12 @@ class ScheduledTrainerMixin(_Base):
             resume_from_checkpoint = str(found)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:  # resumed after its last step, where the host would run another one
+            self.control.should_training_stop = True
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run, limit = self._get_output_dir(trial=trial), self.args.save_total_limit
         directory = Path(run, f"checkpoint-{self.state.global_step}")

@@ -17,7 +17,7 @@ import slapo_core as slapo
 from slapo_transformers import ScheduledTrainerMixin, SlapoTrainer, accelerators, checkpoints, prepare
 from tests.messages import Messages
 
-from .training_runs import arguments, model, trainer
+from .training_runs import arguments, log, model, trainer
 
 ARGUMENTS: dict[str, Any] = {
     "torch_compile": True,
@@ -129,6 +129,10 @@ def test_older_checkpoints_stay_until_a_save_is_complete(tmp_path: Path, monkeyp
     monkeypatch.undo()
     run.train(resume_from_checkpoint=True)
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3"}
+    run.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in log(run)] == [1, 2, 3, 3]  # no step after the last one
+    (tmp_path / "checkpoint-3" / "optimizer.pt").unlink()  # as a deletion that was killed midway
+    assert checkpoints.newest(tmp_path) is None
     with pytest.raises(slapo.ArgumentError, match="no complete checkpoint"):
         trainer(SlapoTrainer, arguments(tmp_path / "empty"), schedule=run.schedule).train(resume_from_checkpoint=True)
 
@@ -158,6 +162,7 @@ def test_each_seam_of_a_host_is_where_it_was() -> None:
     host: Any = transformers.Trainer
     moved += called(host, "_save_checkpoint", "save_model", "_save_optimizer_and_scheduler", "_save_rng_state")
     moved += called(host, "_save_checkpoint", "save_total_limit", "rotate_checkpoints")
+    moved += called(host, "_inner_training_loop", "_run_epoch")
     moved += called(host, "_clip_grad_norm", "accelerator.clip_grad_norm_")
     moved += called(host, "_get_grad_norm", "accelerator.clip_grad_norm_")
     moved += called(host, "compute_loss", "average_tokens_across_devices", "accelerator.num_processes")
