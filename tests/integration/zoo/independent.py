@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo_core as slapo
 
-__all__ = ["Collectives", "Exactly", "differences", "dtype_of", "made_exact", "run", "train", "ungathered"]
+__all__ = ["Collectives", "Exactly", "continued", "differences", "dtype_of", "made_exact", "run", "train", "ungathered"]
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _DROPOUT = {
@@ -107,6 +107,16 @@ def run(model: nn.Module, batch: Any, *, loss: bool = False, training: bool = Tr
             seen |= {f"gradient of input{name}": tensor.grad for name, tensor in inputs.items()}
     seen |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     return seen
+
+
+def continued(model: nn.Module, ids: Tensor) -> dict[str, Tensor | None]:
+    """Evaluate tokens, and then the last one by itself, from the cache of keys and values that the others left."""
+    model.eval()
+    _seed()
+    with torch.no_grad(), Exactly(dtype_of(model)):
+        before = model(input_ids=ids[:, :-1], use_cache=True)
+        after = model(input_ids=ids[:, -1:], past_key_values=before["past_key_values"], use_cache=True)
+    return {"output['logits']": after["logits"]}
 
 
 def train(model: nn.Module, batches: list[Any], *, loss: bool) -> dict[str, Tensor | None]:
