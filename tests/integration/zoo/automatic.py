@@ -143,10 +143,19 @@ class Case:
     build: Callable[[], nn.Module]
     batch: Callable[[nn.Module], Any]
 
-    def make(self, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """A fresh instance, with the same values every time."""
+    def make(self, dtype: torch.dtype = torch.float64, attention: str = "eager") -> nn.Module:
+        """A fresh instance, with the same values every time.
+
+        Args:
+            dtype: of its parameters.
+            attention: transformers' implementation; a model that does not have it keeps its own.
+        """
         torch.manual_seed(0)
-        return made_exact(self.build(), dtype)
+        model: Any = self.build()
+        if attention != "eager" and hasattr(model, "set_attn_implementation"):
+            with contextlib.suppress(ValueError):
+                model.set_attn_implementation(attention)
+        return made_exact(model, dtype)
 
 
 @cache
@@ -168,7 +177,8 @@ def cases() -> dict[str, Case]:
     for group, models in tables.items():
         for name, (build, batch) in models.items():
             own = f"{group}: {name}"
-            found[own] = Case(own, build.__name__.replace("<lambda>", "Words"), build, lambda model, batch=batch: batch())
+            model = build.__name__.replace("<lambda>", "Words")
+            found[own] = Case(own, model, build, lambda model, batch=batch: batch())
     return found
 
 
@@ -206,8 +216,9 @@ class _Reference:
         CannotMake: there is no tiny instance, it does not run, or does not repeat its own result.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, ranks: int) -> None:
         self.case = case
+        self.attention = "eager" if ranks == 2 else "sdpa"  # both are looked at
         for dtype in (torch.float64, torch.float32):  # grouped matrix products of experts know no float64
             try:
                 self._run(dtype)
@@ -220,10 +231,11 @@ class _Reference:
 
     def make(self) -> nn.Module:
         """A fresh instance in the type of the reference model."""
-        return self.case.make(self.dtype)
+        return self.case.make(self.dtype, self.attention)
 
     def _run(self, dtype: torch.dtype) -> None:
-        self.dtype, self.model = dtype, self.case.make(dtype)
+        self.dtype = dtype
+        self.model = self.make()
         self.batch = _typed(self.case.batch(self.model), dtype)
         labeled = _labeled(self.model, self.batch)
         if isinstance(self.batch, dict):
@@ -356,7 +368,7 @@ def _judge(name: str, schedule: str, verify: bool, ranks: int) -> Judgment:
     previous = signal.signal(signal.SIGALRM, _too_late)
     signal.alarm(TIME_LIMIT)
     try:
-        reference = _Reference(case)
+        reference = _Reference(case, ranks)
         row.kind = kind_of(case, reference.model, reference.batch)
         _compare(reference, row, SCHEDULES[schedule], verify)
     except CannotMake as reason:
@@ -433,7 +445,7 @@ def plant_on_ranks(names: Sequence[str], schedule: str) -> dict[str, dict[str, s
     _quiet()
     answers: dict[str, dict[str, str]] = {}
     for name in names:
-        reference = _Reference(cases()[name])
+        reference = _Reference(cases()[name], dist.get_world_size())
         mesh = {"tp": dist.get_world_size()}
         sch = slapo.create_schedule(reference.make(), mesh=mesh, example_inputs=reference.example)
         SCHEDULES[schedule](sch)

@@ -52,6 +52,9 @@ class Exactly(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DROPOUT:
             return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:  # dropout_p is its fifth argument
+            args, kwargs = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), {**(kwargs or {})}
+            kwargs.pop("dropout_p", None)
         args = tuple(self._wide(each) for each in args)
         kwargs = {key: self._wide(value) for key, value in (kwargs or {}).items()}
         return args[0].to(self._dtype) if func is Tensor.float else func(*args, **kwargs)
