@@ -25,7 +25,6 @@ ARGUMENTS: dict[str, Any] = {
     "deepspeed": "zero.json",
     "fsdp": "full_shard",
     "parallelism_config": "ParallelismConfig(tp_size=2)",
-    "fp16": True,
     "save_on_each_node": True,
     "train_sampling_strategy": "batch_rebalance",
     "_n_gpu": 2,
