@@ -9,6 +9,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -178,8 +179,7 @@ def differences(
                 said.append(f"{name}: only in the {'reference' if one is None else 'scheduled'} model")
             continue
         if kind in ("gradient of", "trained", "buffer") and not own.startswith("input["):
-            path, _, tensor = own.rpartition(".")
-            other = (sch[path] if path else sch.root).layout(tensor).local(other, sch.mesh)
+            other = _layout(sch, own).local(other, sch.mesh)
         if one.shape != other.shape:
             said.append(f"{name}: {tuple(one.shape)} instead of {tuple(other.shape)}")
             continue
@@ -194,19 +194,31 @@ def differences(
 
 
 def ungathered(sch: slapo.Schedule, reference: nn.Module) -> list[str]:
-    """Gather every parameter from the ranks' shards; say which are not the reference model's. A collective."""
+    """Say which parameters are not the reference model's: those of each layout gathered, the others' own shards.
+
+    A collective.
+    """
     plain = dict(reference.named_parameters())
-    said = []
+    said, seen = [], set()
     for name, parameter in sch.model.named_parameters():
-        path, _, own = name.rpartition(".")
-        full = (sch[path] if path else sch.root).layout(own).full(parameter, sch.mesh)
-        if name not in plain or not _near(full, plain[name]):
-            said.append(f"gathered {name}: not the reference model's")
-    return said + [f"{name}: lost" for name in plain.keys() - dict(sch.model.named_parameters()).keys()]
+        layout, other = _layout(sch, name), plain.pop(name, None)
+        kind = replace(layout, origin="")
+        is_new = kind not in seen
+        seen.add(kind)
+        own = layout.full(parameter, sch.mesh) if is_new else parameter
+        if other is None or not _near(own, other if is_new else layout.local(other, sch.mesh)):
+            said.append(f"{'gathered ' if is_new else ''}{name}: not the reference model's")
+    return said + [f"{name}: lost" for name in plain]
+
+
+def _layout(sch: slapo.Schedule, name: str) -> slapo.Layout:
+    path, _, own = name.rpartition(".")
+    return (sch[path] if path else sch.root).layout(own)
 
 
 def _near(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and _size(one - other.detach()) <= _tolerance(other) * max(_size(other), 1e-6)
+    one, other = one.detach(), other.detach()
+    return one.shape == other.shape and _size(one - other) <= _tolerance(other) * max(_size(other), 1e-6)
 
 
 def _tolerance(tensor: Tensor) -> float:
