@@ -46,11 +46,11 @@ def model() -> nn.Module:
 
 def scheduled(mesh: Mapping[str, int] | None) -> slapo.Schedule:
     """Return a schedule: tensor parallelism over a mesh, and no step without one."""
-    from slapo_models import schedules
+    import slapo_models
 
     sch = slapo.create_schedule(model(), mesh=mesh)
     if mesh is not None:
-        schedules.gpt(sch, kernels=False)
+        slapo_models.gpt(sch, kernels=False)
     return sch
 
 
@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=100, help="interleaved pairs of steps (default: %(default)s)")
     options = parser.parse_args()
-    preload_modules("slapo_transformers", "slapo_models.schedules", "transformers.models.gpt2.modeling_gpt2")
+    preload_modules("slapo_transformers", "slapo_models", "transformers.models.gpt2.modeling_gpt2")
     rows = []
     for question, (ranks, _, _, allowed) in QUESTIONS.items():
         times = run_ranks(compare, question, options.pairs, world_size=ranks, timeout=3600)[0]

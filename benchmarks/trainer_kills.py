@@ -42,7 +42,7 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
 }
 PARTS = ("run", "run", "save 1", "save 2", "save 3", "deletion 1", "deletion 2")  # one of which is drawn
 _PRELOADED = (
-    *("torch", "torch._dynamo", "torch.distributed.fsdp", "slapo_transformers", "slapo_models.schedules"),
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "slapo_transformers", "slapo_models"),
     *("slapo_tp", "slapo_loss.implementations", "transformers.models.gpt2.modeling_gpt2", "deepspeed"),
 )
 _CLOCKED = ("runtime", "per_second", "preparation_time", "train_loss")  # which begins where a run is resumed
@@ -92,7 +92,7 @@ def trainer_of(directory: Path, layout: str) -> Any:
     from transformers.trainer_callback import PrinterCallback
     from transformers.utils import logging
 
-    from slapo_models import schedules
+    import slapo_models
     from slapo_transformers import SlapoTrainer
 
     logging.set_verbosity_error()
@@ -119,7 +119,7 @@ def trainer_of(directory: Path, layout: str) -> Any:
     )
     set_seed(args.seed)
     sch = slapo.create_schedule(gpt2(vocab_size=VOCABULARY, n_layer=2), mesh=sizes)
-    schedules.gpt(sch, kernels=False)
+    slapo_models.gpt(sch, kernels=False)
     if layout.startswith("fsdp"):
         slapo.fully_shard(sch)
 
