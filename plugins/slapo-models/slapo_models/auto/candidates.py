@@ -88,7 +88,8 @@ def prove(graph: Graph, candidate: Candidate) -> None:
         own = [axis for axis in member.axes if not set(candidate.leaves).isdisjoint(axis.leaves())]
         if len(own) > 1:
             raise LeftWhole("two axes of one parameter would be split")
-        if any(not is_split for _, is_split in matrices(own[0], candidate.leaves)):
+        parts = matrices(own[0], candidate.leaves)
+        if 2 * sum(size for size, is_split in parts if is_split) < sum(size for size, _ in parts):
             raise LeftWhole("only a part of a parameter's axis would be split")
     if not any(len(member.shape) > 1 for member in candidate.members):
         raise LeftWhole("no matrix has the axis")
@@ -130,10 +131,14 @@ def matrices(axis: Axis, leaves: Iterable[Axis]) -> list[tuple[int, bool]]:
     return below
 
 
-def packing(axis: Axis, leaves: Iterable[Axis]) -> int | tuple[int, ...]:
-    """Return ``packed`` of ``shard`` for an axis."""
-    sizes = [size for size, _ in matrices(axis, leaves)]
-    return len(sizes) if len(set(sizes)) == 1 else tuple(sizes)
+def packing(axis: Axis, leaves: Iterable[Axis]) -> tuple[tuple[str, Any], ...]:
+    """Return ``packed`` and ``shards`` of ``shard`` for an axis."""
+    parts = matrices(axis, leaves)
+    sizes = [size for size, _ in parts]
+    if all(is_split for _, is_split in parts):
+        packed = len(sizes) if len(set(sizes)) == 1 else tuple(sizes)
+        return () if packed == 1 else (("packed", packed),)
+    return (("packed", tuple(sizes)), ("shards", tuple(None if is_split else 1 for _, is_split in parts)))
 
 
 def local_shape(value: Value, leaves: Iterable[Axis], ranks: int) -> tuple[int, ...]:
@@ -153,7 +158,7 @@ def _local(axis: Axis, leaves: tuple[Axis, ...], ranks: int) -> int:
 def steps(candidate: Candidate) -> list[Step]:
     """Return the steps of a proved split, without attributes."""
     found: list[Step] = []
-    by_call: dict[tuple[str, int | tuple[int, ...], int], list[str]] = {}
+    by_call: dict[tuple[str, tuple[tuple[str, Any], ...], int], list[str]] = {}
     for member in candidate.members:
         path, name = member.names[0]
         axis = next(
@@ -166,9 +171,7 @@ def steps(candidate: Candidate) -> list[Step]:
         by_call.setdefault((path, packed, axis), []).append(name)
     for (path, packed, axis), names in by_call.items():
         given: Any = names[0] if len(names) == 1 else names
-        options: list[tuple[str, Any]] = [("axis", axis)]
-        if packed != 1:
-            options.append(("packed", packed))
+        options: list[tuple[str, Any]] = [("axis", axis), *packed]
         found.append(Step(path, "shard", (tuple(given) if isinstance(given, list) else given,), tuple(options),
                           f"its axis {axis} has the {candidate.what} features that the ranks share"))  # fmt: skip
     placement = candidate.placement

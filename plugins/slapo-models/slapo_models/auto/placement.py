@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -79,6 +80,7 @@ _SCALED = frozenset(f"aten::{name}" for name in ("mul", "mul_", "div", "div_"))
 _ADDED = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "cat", "stack"))
 _INTO_ZEROS = frozenset(f"aten::{name}" for name in ("index_add", "index_add_", "index_put", "index_put_", "copy_",
                                                      "scatter_add", "scatter_add_"))  # fmt: skip
+_PIECES = frozenset(f"aten::{name}" for name in ("slice", "split", "split_with_sizes", "narrow"))
 _ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros"))
 
 
@@ -97,6 +99,8 @@ class Follow:
         self._reduced: dict[Value, list[Call]] = {}
         self._partial_uses: dict[Value, list[Operator]] = {}
         self._left_out: set[tuple[Operator, Value]] = set()
+        self._pieces: list[Value] = []  # full segments of concatenations whose other segments are split
+        self._passed_on: set[Value] = set()  # whose gradients stay partial
         self.placement = Placement()
 
     def run(self) -> Placement:
@@ -157,6 +161,8 @@ class Follow:
                 raise LeftWhole(f"{operator.where} sums over the axis and keeps it")
             self._leave_bias_out(operator)
         elif partial:
+            if split or any(self.is_split(value) for value in operator.results):
+                raise LeftWhole(f"{operator.where} combines a partial sum with shards")
             self._check_linear(operator, partial)
         elif split or any(self.is_split(value) for value in operator.results):
             self._of_shards(operator, split)
@@ -174,8 +180,10 @@ class Follow:
     def _of_shards(self, operator: Operator, split: list[Value]) -> None:
         for value in operator.results:
             lost = split and not self.is_split(value) and value.uses and 0 not in value.shape
-            if lost and operator.name not in ("slapo::overwritten",):
+            if lost and operator.name not in _PIECES:
                 raise LeftWhole(f"{operator.where} gives a result without the axis")
+            if lost:
+                self._pieces.append(value)
         self.placement.regions[operator.call.path] = None
         if operator.is_random:
             self.placement.streams[operator.call.path] = None
@@ -265,6 +273,11 @@ class Follow:
             value = max(waiting, key=lambda each: each.made_by.index if each.made_by is not None else -1)
             seen.add(value)
             self._gather(value, self._partial_uses[value], placed, kept)
+        for value in self._pieces:
+            if value.needs_gradient and value not in self._passed_on and any(
+                result.needs_gradient for use in value.uses for result in use.results
+            ):
+                raise LeftWhole(f"the gradient of a full part of {value.made_by.where} is complete")  # type: ignore[union-attr]
         for path, places in placed.items():
             self._check_calls(path, places)
 
@@ -282,14 +295,22 @@ class Follow:
         def covers(call: Call) -> bool:
             return value in call.inputs.values() and not any(use.call.is_within(call) for use in complete)
 
-        for call in uses[0].call.chain():
-            if covers(call) and all(use.call.is_within(call) for use in uses):
-                self._place(call, value, placed)
-                return
-        outermost = [next((call for call in reversed(use.call.chain()) if covers(call)), None) for use in uses]
-        if all(call is not None for call in outermost):
-            for call in dict.fromkeys(outermost):
-                assert call is not None
+        groups: dict[str, list[Operator]] = {}
+        for use in uses:
+            groups.setdefault(_block(use.call.path), []).append(use)
+        chosen: dict[Call, None] = {}
+        for group in groups.values():
+            chain = group[0].call.chain()
+            lowest = [call for call in chain if covers(call) and all(use.call.is_within(call) for use in group)]
+            if lowest:
+                chosen[lowest[0]] = None
+                continue
+            for use in group:
+                outermost = [call for call in use.call.chain() if covers(call)]
+                if outermost:
+                    chosen[outermost[-1]] = None
+        if all(any(use.call.is_within(call) for call in chosen) for use in uses):
+            for call in chosen:
                 self._place(call, value, placed)
             return
         if complete:
@@ -307,8 +328,9 @@ class Follow:
             raise LeftWhole(f"the gradient of a {value.origin} is partial in {uses[0].where}")
         if value.made_by.name.startswith("collective::"):
             raise LeftWhole(f"the gradient of an earlier step's result is partial in {uses[0].where}")
+        self._passed_on.add(value)
         for each in value.made_by.inputs:
-            if each.needs_gradient:
+            if each.needs_gradient and not self.is_split(each):
                 self._use(each, value.made_by)
 
     def _place(self, call: Call, value: Value, placed: dict[str, set[tuple[int, int | str]]]) -> None:
@@ -323,10 +345,12 @@ class Follow:
         for call in self._graph.calls_of[path]:
             given = {key for key, value in call.inputs.items() if value.needs_gradient}
             own = {key for number, key in places if number == call.number}
+            own = {_named(call, key) for key in own}
+            given = {_named(call, key) for key in given}
             if not own and given:
                 raise LeftWhole(f"a further call of {type(call.module).__name__} has no shards")
             is_all = is_all and own == given
-            keys = tuple(dict.fromkeys(_argument(key) for key in call.inputs if key in own))
+            keys = tuple(dict.fromkeys(key for key in (_named(call, key) for key in call.inputs) if key in own))
             if not own:
                 continue
             if named is not None and named != keys:
@@ -349,12 +373,23 @@ class Follow:
                 self.placement.same_streams[path] = None
 
 
-def _argument(key: int | str) -> int | str:
-    return key if isinstance(key, int) or "." not in key else _number(key.partition(".")[0])
+def _block(path: str) -> str:
+    """Return the path of the outermost repeated block around a module."""
+    levels = path.split(".")
+    return ".".join(levels[: next((place + 1 for place, level in enumerate(levels) if level.isdigit()), 0)])
 
 
-def _number(name: str) -> int | str:
-    return int(name) if name.isdigit() else name
+def _named(call: Call, key: int | str) -> int | str:
+    """Return an argument by its name in the forward, or by its position."""
+    start = str(key).partition(".")[0]
+    if not start.isdigit():
+        return start
+    names = [
+        each.name
+        for each in inspect.signature(type(call.module).forward).parameters.values()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ][1:]
+    return names[int(start)] if int(start) < len(names) else int(start)
 
 
 def _terms(operator: Operator) -> list[object]:

@@ -243,6 +243,7 @@ class _Recorder(TorchDispatchMode):
         self._values: dict[int, Value] = {}
         self._tensors: dict[int, Tensor] = {}
         self._storages: dict[int, list[Tensor]] = {}
+        self._stale: dict[int, tuple[Value, Call]] = {}
         for kind in (PARAMETER, BUFFER):
             self._add_state(model, kind)
 
@@ -274,6 +275,9 @@ class _Recorder(TorchDispatchMode):
 
     def value(self, tensor: Tensor) -> Value:
         """Return the value of a tensor."""
+        stale = self._stale.pop(id(tensor), None)
+        if stale is not None:
+            self._overwrite(tensor, *stale)
         found = self._values.get(id(tensor))
         return self._add(tensor, CONSTANT) if found is None else found
 
@@ -343,16 +347,14 @@ class _Recorder(TorchDispatchMode):
                 written.made_by, written.needs_gradient = operator, self._flows(operator)
                 operator.results.append(written)
             for other in self._storages.get(storage_id(tensor), ()):
-                if other is not tensor:
-                    self._overwrite(other, written, operator.call)
+                if other is not tensor and self._values[id(other)].origin not in (PARAMETER, BUFFER):
+                    self._stale[id(other)] = (written, operator.call)
 
     def _flows(self, operator: Operator) -> bool:
         return torch.is_grad_enabled() and any(value.needs_gradient for value in operator.inputs)
 
     def _overwrite(self, tensor: Tensor, written: Value, call: Call) -> None:
         before = self._values[id(tensor)]
-        if before.origin in (PARAMETER, BUFFER):
-            return
         arguments = {"self": before, "written": written}
         self.add(Operator("slapo::overwritten", None, arguments, [], call, len(self.recording.operators)), [tensor])
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, SlapoError
 from slapo_core.internals import caller_location
+from slapo_models.auto.axes import Axis
 from slapo_models.auto.candidates import Candidate, Step, candidates, prove, steps
 from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import Graph, LeftWhole
@@ -51,6 +52,7 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
     recording = _recorded(sch, inputs)
     graph = Graph(recording, infer(recording))
     reasons: dict[Value, str] = {}
+    failures: dict[Axis, str] = {}
     taken: set[Value] = set()
     proved: list[Candidate] = []
     for candidate in candidates(graph, ranks):
@@ -59,8 +61,7 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
         try:
             prove(graph, candidate)
         except LeftWhole as reason:
-            for member in candidate.members:
-                reasons.setdefault(member, str(reason))
+            failures.update(dict.fromkeys(candidate.leaves, str(reason)))
             continue
         taken.update(candidate.members)
         proved.append(candidate)
@@ -88,7 +89,7 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
         except SlapoError as error:
             sch.undo(to=before)
             reasons[value] = error.message
-    return _report(recording, taken, reasons, ranks)
+    return _report(recording, taken, reasons, failures, ranks)
 
 
 def _recorded(sch: slapo.Schedule, inputs: Any) -> Recording:
@@ -104,23 +105,29 @@ def _recorded(sch: slapo.Schedule, inputs: Any) -> Recording:
         ) from error
 
 
-def _report(recording: Recording, taken: set[Value], reasons: dict[Value, str], ranks: int) -> AutoReport:
+def _report(
+    recording: Recording, taken: set[Value], reasons: dict[Value, str], failures: dict[Axis, str], ranks: int
+) -> AutoReport:
     split, left = [], {}
     for value in dict.fromkeys(recording.values.values()):
         path = ".".join(filter(None, value.names[0]))
         if value in taken:
             split.append(path)
         elif value.origin == PARAMETER and len(value.shape) > 1:
-            left[path] = reasons.get(value) or _reason(value, ranks)
+            left[path] = reasons.get(value) or _reason(value, failures, ranks)
     return AutoReport(tuple(split), left, tuple(recording.assumptions))
 
 
-def _reason(value: Value, ranks: int) -> str:
+def _reason(value: Value, failures: dict[Axis, str], ranks: int) -> str:
+    """Say for each part of a matrix's axes why it is not split."""
     if not value.uses:
         return "the forward does not read it"
     found: dict[str, None] = {}
     for leaf in (leaf for axis in value.axes for leaf in axis.leaves()):
-        if leaf.size % ranks:
+        if leaf.reasons:
+            found[f"{next(iter(leaf.reasons))} needs all {leaf.size}"] = None
+        elif leaf.size % ranks:
             found[f"{leaf.size} is not divisible by {ranks}"] = None
-        found.update(dict.fromkeys(list(leaf.reasons)[:1]))
-    return "; ".join(f"{each} needs the full axis" if " in " in each else each for each in found) or "no axis to split"
+        elif leaf in failures:
+            found[f"{leaf.size}: {failures[leaf]}"] = None
+    return "; ".join(list(found)[:4]) or "another axis of it would be split"
