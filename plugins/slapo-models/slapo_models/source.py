@@ -240,7 +240,7 @@ def _level_globs(names: Iterable[str]) -> Iterator[str]:
 
 def _common(names: Sequence[str]) -> str:
     """Return the longest common start."""
-    return os.path.commonprefix(list(names))
+    return os.path.commonprefix(list(names))  # noqa: RUF071 - of characters
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------

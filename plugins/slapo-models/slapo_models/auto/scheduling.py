@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, SlapoError
@@ -14,13 +16,19 @@ from slapo_models.auto.recording import PARAMETER, Recording, Value, record, wit
 from slapo_models.auto.report import AutoReport
 from slapo_models.auto.trial import Trial, apply
 from slapo_models.auto.vocabulary import vocabularies
+from slapo_models.choice.finish import finish
 
 if TYPE_CHECKING:
     import slapo_core as slapo
 
 
 def schedule_automatically(
-    sch: slapo.Schedule, example_inputs: Any, *, memory: int | str | None, kernels: bool, sequence_parallel: bool
+    sch: slapo.Schedule,
+    example_inputs: Any,
+    *,
+    memory: int | str | None,
+    kernels: bool | Sequence[str],
+    sequence_parallel: bool,
 ) -> AutoReport:
     """Apply the steps: see :func:`slapo_models.auto`."""
     inputs = sch.example_inputs if example_inputs is None else example_inputs
@@ -30,7 +38,8 @@ def schedule_automatically(
         raise ArgumentError(f"the schedule has {len(sch.records)} steps", hint="call auto first, then add steps")
     if sequence_parallel:
         raise ArgumentError("sequence_parallel=True is not supported yet", hint="leave it out")
-    return split_tensors(sch, inputs)
+    report = split_tensors(sch, inputs)
+    return replace(report, notes=(*report.notes, *finish(sch, inputs, memory=memory, kernels=kernels)))
 
 
 def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:

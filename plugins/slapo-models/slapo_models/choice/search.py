@@ -1,8 +1,8 @@
 """`auto_schedule`: the mesh and the schedule with the least predicted time that fits into memory.
 
 Every division of the devices is predicted: replicas or shards, tensor parallelism, stages, micro-batches, and the
-fewest checkpointed blocks that fit. A simulation of two blocks of each kind for each size of ``tp`` and two sizes of the
-micro-batch predicts them all, so that the cost does not grow with the number of blocks.
+fewest checkpointed blocks that fit. A simulation of two blocks of each kind for each size of ``tp`` and two sizes of
+the micro-batch predicts them all, so that the cost does not grow with the number of blocks.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from slapo_estimate.composition import Layout, Prediction, memory_limit, predict
 from slapo_estimate.depth import first_samples, profile_step, run_stages, samples_of
 from slapo_estimate.device import DEVICES, DeviceSpec
 from slapo_estimate.reduced_model import BlockKinds
+from slapo_models.choice.finish import ADAMW
+from slapo_models.choice.kernels import paying_kernels
 
 MOST_TP = 8
 """Ranks along ``tp`` at most: the GPUs of a node."""
 
+_LARGEST = 16
+"""Samples of the largest profiled micro-batch; larger ones are extrapolated."""
+
 _SETTLED = 0.02
-"""Relative gain of seconds per sample below which larger micro-batches are extrapolated."""
+"""Relative gain of seconds per sample in the largest micro-batch from which one in between is profiled, too."""
 
 _TIE = 0.01
 """Relative difference of predicted times below which the one with fewer steps is chosen."""
-
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Apply = Callable[[slapo.Schedule], Any]
@@ -181,7 +184,15 @@ def auto_schedule(
         raise ArgumentError(f"devices must be a positive number of ranks (got {devices!r})", hint="devices=8")
     spec = _device(device)
     limit = memory_limit(memory, spec)
-    search = _Search(model, example_inputs, devices, limit, spec, optimizer, loss, schedule or _default(kernels), tell)
+    blocks = BlockKinds.of(model)
+    if schedule is None:
+        from slapo_models.auto import auto
+
+        tell("kernels")
+        sample = first_samples(example_inputs, 1)
+        found = paying_kernels(model, blocks, sample, spec, loss) if kernels and blocks.paths else None
+        schedule = functools.partial(auto, kernels=tuple(found.chosen) if found is not None else False)
+    search = _Search(model, blocks, example_inputs, devices, limit, spec, optimizer, loss, schedule, tell)
     candidates = search.candidates()
     if not candidates:
         raise FitError(
@@ -215,12 +226,6 @@ def apply_choice(sch: slapo.Schedule, blocks: tuple[str, ...], candidate: Candid
         node.pipeline_split()
 
 
-def _default(kernels: bool) -> Apply:
-    from slapo_models import auto
-
-    return functools.partial(auto, kernels=kernels)
-
-
 def _device(device: DeviceSpec | str) -> DeviceSpec:
     if isinstance(device, DeviceSpec):
         return device
@@ -237,6 +242,7 @@ class _Search:
     """The candidates of one model."""
 
     model: nn.Module
+    blocks: BlockKinds
     batch: Any
     devices: int
     limit: int | None
@@ -249,7 +255,6 @@ class _Search:
     least: int | None = None
 
     def __post_init__(self) -> None:
-        self.blocks = BlockKinds.of(self.model)
         if not self.blocks.paths:
             raise ArgumentError(
                 f"{type(self.model).__name__} has no repeated blocks, by which costs of meshes are predicted",
@@ -319,28 +324,21 @@ class _Search:
 
     def _profiles(self, tp: int) -> list[Any] | None:
         """Return profiles of micro-batches, the smallest first; None if the steps are refused."""
-        profiles: list[Any] = []
-        for size in [size for size in self.sizes if size <= max(1, self.samples)]:
-            if len(profiles) > 1 and self._is_settled(profiles):
-                break
-            if len(profiles) > 1 and size < 2 * profiles[-1].samples:
-                continue
-            self.tell(f"tp={tp}, micro-batches of {size}")
-            try:
-                profiles.append(self._profile(tp, size))
-            except PreconditionError as error:
-                self.refused.append((f"tp={tp}", error.message))
-                return None
+        largest = max(size for size in self.sizes if size <= _LARGEST)
+        try:
+            profiles = [self._profile(tp, size) for size in dict.fromkeys((1, largest))]
+            between = [size for size in self.sizes if 1 < size < largest]
+            if between and _gain(*profiles) > _SETTLED:  # time per sample is no line
+                middle = min(between, key=lambda size: abs(size * size - largest))
+                profiles.insert(1, self._profile(tp, middle))
+        except PreconditionError as error:
+            self.refused.append((f"tp={tp}", error.message))
+            return None
         return profiles
 
-    def _is_settled(self, profiles: list[Any]) -> bool:
-        """Return whether larger micro-batches take no less time per sample, or do not fit."""
-        before, last = profiles[-2:]
-        gain = 1 - (last.seconds / last.samples) / (before.seconds / before.samples)
-        least = max(each.saved for each in (last.after, *last.plain.values()))
-        return gain < _SETTLED or (self.limit is not None and least > self.limit)
-
     def _profile(self, tp: int, size: int) -> Any:
+        self.tell(f"tp={tp}, micro-batches of {size}")
+
         def counted(sch: slapo.Schedule) -> None:
             self.apply(sch)
             self._steps = len({(record.primitive.name, record.path.rpartition(".")[2]) for record in sch.records})
@@ -385,6 +383,11 @@ def _ordered(candidates: list[Candidate]) -> list[Candidate]:
     near = [each for each in ordered if each.prediction.time <= ordered[0].prediction.time * (1 + _TIE)]
     best = min(near, key=lambda each: (each.steps, each.prediction.time))
     return [best, *(each for each in ordered if each is not best)]
+
+
+def _gain(small: Any, large: Any) -> float:
+    """Return the relative gain of seconds per sample in the larger micro-batch."""
+    return float(1 - (large.seconds / large.samples) / (small.seconds / small.samples))
 
 
 def _at(profiles: list[Any], size: int) -> Any:
