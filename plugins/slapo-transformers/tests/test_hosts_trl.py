@@ -119,14 +119,14 @@ def kernels_in_double() -> None:
 
 def split(made: Any, mesh: dict[str, int], head: str, *, adapter: bool = False) -> slapo.Schedule:
     """Split a LLaMA, with adapters or not; its head is ``whole``, ``gathered`` or ``deferred``."""
-    from slapo_models import schedules
+    import slapo_models
 
     sch = slapo.create_schedule(made, mesh=mesh)
     if adapter:
         split_lora(sch)
         model, at = sch["base_model.model.model"], sch["base_model.model.lm_head"]
     else:
-        schedules.llama(sch, kernels=False, embeddings=False)
+        slapo_models.llama(sch, kernels=False, embeddings=False)
         model, at = sch["model"], sch["lm_head"]
     if head != "whole":
         model["embed_tokens"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
