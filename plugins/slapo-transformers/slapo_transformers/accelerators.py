@@ -63,7 +63,7 @@ def attach(accelerator: Accelerator, sch: Schedule) -> None:
         accelerator.__class__ = type(f"Scheduled{own.__name__}", (ScheduledAccelerator, own), {})
         accelerator.register_load_state_pre_hook(_load_weights_of(accelerator))
     accelerator.schedule = sch  # type: ignore[attr-defined]
-    if accelerator.scaler is not None:  # of fp16: a gradient that overflows on one rank skips the step on all
+    if not isinstance(accelerator.scaler, MeshGradScaler | None):  # an overflow on one rank skips the step on all
         scaler = MeshGradScaler(accelerator.device, sch.mesh)
         scaler.load_state_dict(accelerator.scaler.state_dict())
         accelerator.scaler = scaler
@@ -251,5 +251,7 @@ class ScheduledScheduler(AcceleratedScheduler):
     steps: int
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        end = getattr(self.scheduler, "total_steps", torch.inf)  # of OneCycleLR, which raises after it
         for _ in range(self.steps if self.gradient_state.sync_gradients else 1):
-            super().step(*args, **kwargs)
+            if self.scheduler._step_count <= end:
+                super().step(*args, **kwargs)

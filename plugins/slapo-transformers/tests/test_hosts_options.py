@@ -290,3 +290,52 @@ def test_replicas_of_shards(tmp_path: Path) -> None:
         name: dataclasses.replace(COMMON[name], apply=unsplit) for name in ("smoothing of causal labels", "counts")
     }
     compare(cases, tmp_path, {"dp_replicate": 2, "dp": 2}, fsdp=True)
+
+
+def searched(directory: Path, mesh: dict[str, int] | None) -> tuple[list[float], Any]:
+    """Search a learning rate by two trials: the losses of their ends, and the best one, which rank 0 knows."""
+    import optuna
+    from transformers import Trainer
+    from transformers.trainer_callback import PrinterCallback
+
+    from slapo_transformers import SlapoTrainer
+
+    losses: list[float] = []
+
+    def objective(metrics: dict[str, float]) -> float:
+        losses.append(metrics["eval_loss"])
+        return losses[-1]
+
+    steps = 2 // (mesh or {}).get("dp", 1)
+    args = arguments(directory, max_steps=2, gradient_accumulation_steps=steps, save_strategy="steps", save_steps=2)
+    own: Options = {} if mesh is None else {"schedule": lambda made: schedule("gpt2", made, mesh)}
+    run: Any = (Trainer if mesh is None else SlapoTrainer)(
+        args=args,
+        model_init=lambda: model("gpt2"),
+        train_dataset=samples(48, seed=2),
+        eval_dataset=samples(7, seed=3),
+        data_collator=padded,
+        **own,
+    )
+    run.remove_callback(PrinterCallback)
+    found = run.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-1)},
+        compute_objective=objective,
+        n_trials=2,
+        backend="optuna",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    return losses, found and (found.run_id, found.hyperparameters)
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_search_finds_what_one_process_finds(mesh: dict[str, int], tmp_path: Path) -> None:
+    losses, best_run = run_process(searched, tmp_path / "one", None, timeout=300)
+    assert len(set(losses)) == 2
+    ranks = run_ranks(searched, tmp_path / "ranks", mesh, world_size=2 * mesh.get("dp", 1), timeout=300)
+    assert [found for _, found in ranks] == [best_run] + [None] * (len(ranks) - 1)
+    for found, _ in ranks:
+        assert found == pytest.approx(losses, rel=1e-9)
+    assert (tmp_path / "ranks" / "run-1" / "checkpoint-2" / "slapo.json").is_file()
