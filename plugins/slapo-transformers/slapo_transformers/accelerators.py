@@ -192,14 +192,10 @@ class ScheduledAccelerator(Accelerator):
 
     def _first_ranks(self) -> list[int]:
         """Return the first rank of each replica, in their order."""
-        mesh = self.schedule.mesh
-        assert mesh is not None
-        assert mesh.device_mesh is not None
-        ranks = mesh.device_mesh.mesh
-        places = tuple(slice(None) if dim in ("dp_replicate", "dp") else 0 for dim in mesh.sizes)
-        dims = [dim for dim in mesh.sizes if dim in ("dp_replicate", "dp")]
-        found = ranks[places]
-        return (found.T if dims == ["dp", "dp_replicate"] else found).flatten().tolist()  # type: ignore[no-any-return]
+        mesh: Any = self.schedule.mesh
+        order = sorted(mesh.sizes, key=lambda dim: (dim != "dp_replicate", dim != "dp"))
+        ranks = mesh.device_mesh.mesh.permute([list(mesh.sizes).index(dim) for dim in order])
+        return ranks.reshape(self.num_processes, -1)[:, 0].tolist()  # type: ignore[no-any-return]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if self._shared > 1 and (use_gather_object or not _holds_tensors(input_data)):
