@@ -180,6 +180,12 @@ class ScheduledTrainerMixin(_Base):
             resume_from_checkpoint = str(found)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:  # resumed after its last step, where the host would run another one
+            self.control.should_training_stop = True
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run, limit = self._get_output_dir(trial=trial), self.args.save_total_limit
         directory = Path(run, f"checkpoint-{self.state.global_step}")
@@ -204,14 +210,29 @@ class ScheduledTrainerMixin(_Base):
         if self.args.world_size > 1:
             dist.barrier()
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save the reference model; a collective, of which older hosts call ``_save`` on the first rank only."""
+        self._weights = slapo.state_dict(self.schedule, rank0_only=True)
+        try:
+            super().save_model(*args, **kwargs)
+        finally:
+            del self._weights
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict=slapo.state_dict(self.schedule, rank0_only=True))
+        super()._save(output_dir, state_dict=self._weights)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer.state_dict()
         if self.args.should_save:
             torch.save(optimizer, os.path.join(output_dir, "optimizer.pt"))
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the full state on the CPU: the host would load it on every GPU."""
+        for part, name in ((self.optimizer, "optimizer.pt"), (self.lr_scheduler, "scheduler.pt")):
+            file = None if checkpoint is None else Path(checkpoint, name)
+            if file is not None and file.is_file():  # not one of save_only_model=True
+                part.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         state: Any = resume_from_checkpoint

@@ -113,9 +113,9 @@ def sequence(sch: Any) -> None:
 
 def kernels(sch: Any) -> None:
     """Trace, replace, fuse and recompute all layers."""
-    from slapo_models import schedules
+    import slapo_models
 
-    schedules.llama(sch, compiler="aot_eager", checkpoint=1.0)
+    slapo_models.llama(sch, compiler="aot_eager", checkpoint=1.0)
 
 
 def eager(made: Any) -> None:

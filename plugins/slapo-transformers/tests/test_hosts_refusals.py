@@ -13,7 +13,7 @@ import slapo_core as slapo
 from slapo_transformers import SlapoTrainer, accelerators, checkpoints, prepare
 from tests.messages import Messages
 
-from .training_runs import arguments, model, trainer
+from .training_runs import arguments, log, model, trainer
 
 ARGUMENTS: dict[str, Any] = {
     "torch_compile": True,
@@ -124,5 +124,9 @@ def test_older_checkpoints_stay_until_a_save_is_complete(tmp_path: Path, monkeyp
     monkeypatch.undo()
     run.train(resume_from_checkpoint=True)
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3"}
+    run.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in log(run)] == [1, 2, 3, 3]  # no step after the last one
+    (tmp_path / "checkpoint-3" / "optimizer.pt").unlink()  # as a deletion that was killed midway
+    assert checkpoints.newest(tmp_path) is None
     with pytest.raises(slapo.ArgumentError, match="no complete checkpoint"):
         trainer(SlapoTrainer, arguments(tmp_path / "empty"), schedule=run.schedule).train(resume_from_checkpoint=True)

@@ -16,7 +16,7 @@ from slapo_testing.models import bert, gpt2
 
 preload_modules(
     "slapo_transformers",
-    "slapo_models.schedules",
+    "slapo_models",
     "slapo_loss.implementations",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
@@ -90,20 +90,20 @@ def model(name: str) -> Any:
 
 def schedule(name: str, made: nn.Module, mesh: dict[str, int], *, fsdp: bool = False) -> slapo.Schedule:
     """Schedule a model: tensor parallelism with a split vocabulary, in llama without logits while it trains."""
-    from slapo_models import schedules
+    import slapo_models
 
     sch = slapo.create_schedule(made, mesh=mesh)
     if name == "llama":
-        schedules.llama(sch, kernels=False)
+        slapo_models.llama(sch, kernels=False)
     elif name == "t5":
-        schedules.t5(sch, kernels=False)
+        slapo_models.t5(sch, kernels=False)
     elif name == "bert":
-        schedules.bert(sch, kernels=False, embeddings=False)
+        slapo_models.bert(sch, kernels=False, embeddings=False)
         sch["bert.embeddings.word_embeddings"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
         sch["cls.predictions"].shard("bias", axis=0, pad=True)
         sch["cls.predictions.decoder"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     else:
-        schedules.gpt(sch, kernels=False, embeddings=False)
+        slapo_models.gpt(sch, kernels=False, embeddings=False)
         sch["transformer.wte"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
         sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if fsdp:
