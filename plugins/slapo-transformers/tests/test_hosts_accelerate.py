@@ -154,6 +154,7 @@ def unscaled() -> dict[str, Any]:
     return made.state_dict()  # type: ignore[no-any-return]
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     expected = unscaled()
