@@ -41,7 +41,7 @@ class Case:
     args: Options = field(default_factory=dict)
     options: Options = field(default_factory=dict)
     steps: int = 1
-    change: Callable[[Any], Any] = lambda made: made
+    change: Callable[[Any], Any] | None = None
     apply: Callable[[Any], None] | None = None
     rtol: float = 1e-9
 
@@ -224,7 +224,8 @@ def make(case: Case, args: Options, directory: Path, mesh: dict[str, int] | None
         (Seq2SeqTrainer, Seq2SeqTrainingArguments) if case.model == "t5" else (Trainer, TrainingArguments)
     )
     made = model(case.model)
-    made = case.change(made) or made
+    if case.change is not None:
+        made = case.change(made) or made
     own: Options = {"model": made}
     kind: Any = base
     if mesh is not None:
