@@ -24,7 +24,7 @@ class ExchangedParameters:
         checked: optimizer -> ``count`` and the number of its groups at its last check.
     """
 
-    _BY_FULL_TENSORS = (*BY_PARAMETER["torch"], "LBFGS")
+    _BY_FULL_TENSORS = {**BY_PARAMETER, "torch": (*BY_PARAMETER["torch"], "LBFGS")}
 
     def __init__(self) -> None:
         self.taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -73,7 +73,7 @@ class ExchangedParameters:
                 taken.setdefault(model, {})[name] = parameter
         for model, found in taken.items():
             self._refuse_stale(kind, held, model, found)
-        by_full = kind in self._BY_FULL_TENSORS and type(optimizer).__module__.startswith("torch.optim")
+        by_full = kind in self._BY_FULL_TENSORS.get(type(optimizer).__module__.partition(".")[0], ())
         if by_full and OWN_STORAGE not in vars(optimizer):
             shards = [p for p in held if self.put.get(p)]
             if shards:
