@@ -149,6 +149,20 @@ def _dim(value: Value, dim: int) -> int:
     return dim % len(value.axes) if value.axes else 0
 
 
+@rule("view_as_complex")
+def _view_as_complex(operator: Operator) -> None:
+    source = operator.arguments["self"]
+    source.axes[-1].block(operator.where)
+    operator.results[0].axes = source.axes[:-1]
+
+
+@rule("view_as_real")
+def _view_as_real(operator: Operator) -> None:
+    new = Axis(2)
+    new.block(operator.where)
+    operator.results[0].axes = [*operator.arguments["self"].axes, new]
+
+
 @rule("t")
 def _t(operator: Operator) -> None:
     operator.results[0].axes = operator.arguments["self"].axes[::-1]

@@ -94,6 +94,7 @@ _SCALED = frozenset(f"aten::{name}" for name in ("mul", "mul_", "div", "div_"))
 _ADDED = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "cat", "stack"))
 _INTO_ZEROS = frozenset(f"aten::{name}" for name in ("index_add", "index_add_", "index_put", "index_put_", "copy_",
                                                      "scatter_add", "scatter_add_"))  # fmt: skip
+_MADE_NEW = frozenset(f"aten::{name}" for name in ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like"))
 _PIECES = frozenset(f"aten::{name}" for name in ("slice", "split", "split_with_sizes", "narrow", "index"))
 _ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros"))
 
@@ -231,6 +232,8 @@ class Follow:
     def _of_shards(self, operator: Operator, split: list[Value]) -> None:
         for value in operator.results:
             lost = split and not self.is_split(value) and value.uses and 0 not in value.shape
+            if lost and operator.name in _MADE_NEW:
+                continue
             if lost and operator.name not in _PIECES:
                 raise LeftWhole(f"{operator.where} gives a result without the axis")
             if lost:
@@ -385,6 +388,8 @@ class Follow:
             raise _ConflictError(
                 complete, f"the gradient of a tensor is complete in {complete[0].where} and partial in {uses[0].where}"
             )
+        if value in self._partial:  # its gradient must be complete before it enters the layers that were summed
+            raise LeftWhole(f"the gradient of a sum over the ranks is partial in {uses[0].where}")
         if value.made_by is None:
             raise LeftWhole(f"the gradient of a {value.origin} is partial in {uses[0].where}")
         if value.made_by.name.startswith("collective::"):
