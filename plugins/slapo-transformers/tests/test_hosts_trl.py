@@ -69,7 +69,7 @@ def sft(directory: Path, mesh: dict[str, int] | None, *, adapter: bool = False, 
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from slapo_models import schedules
+    import slapo_models
     from slapo_transformers import ScheduledTrainerMixin
 
     class MyTrainer(ScheduledTrainerMixin, SFTTrainer):  # type: ignore[misc, unused-ignore]
@@ -91,7 +91,7 @@ def sft(directory: Path, mesh: dict[str, int] | None, *, adapter: bool = False, 
     if adapter:
         split_lora(sch)
     else:
-        schedules.llama(sch, kernels=False, embeddings=split_head)
+        slapo_models.llama(sch, kernels=False, embeddings=split_head)
     return MyTrainer(model=made, schedule=sch, **options)
 
 
