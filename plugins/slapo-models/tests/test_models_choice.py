@@ -17,12 +17,13 @@ import slapo_core as slapo
 from slapo_core.cli.main import make_app
 from slapo_core.errors import ArgumentError, FitError
 from slapo_estimate.composition import Layout, Prediction
-from slapo_models.choice.commands import as_plain
-from slapo_models.choice.search import Candidate, auto_schedule, divisors, ordered
+from slapo_models.choice.commands import as_plain, python_of
+from slapo_models.choice.search import Candidate, Choice, auto_schedule, divisors, ordered
+from slapo_models.choice.study import study_source
 from slapo_tune.space import Space
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
-WIDTH = 64
+WIDTH, LENGTH = 64, 4096
 
 
 class Block(nn.Module):
@@ -68,23 +69,66 @@ def ids(samples: int, length: int) -> torch.Tensor:
     return torch.empty(samples, length, WIDTH, device="meta")
 
 
-@pytest.mark.ranks
-def test_long_sequences_are_fitted_where_a_solver_without_activations_exceeds_memory() -> None:
-    """Small weights and long sequences: the fastest step fits by its parameters, and not by its activations."""
-    batch = ids(1, 4096)
+@pytest.fixture(scope="module")
+def choices() -> tuple[Choice, Choice]:
+    """For small weights and long sequences, without and with a limit of memory."""
+    batch = ids(1, LENGTH)
     free = auto_schedule(on_meta(), batch, devices=2, memory="1TiB", optimizer=ADAMW, schedule=steps)
-    limit = "512MiB"
-    ours = auto_schedule(on_meta(), batch, devices=2, memory=limit, optimizer=ADAMW, schedule=steps)
-    parameters = 4 * sum(one.numel() * one.element_size() for one in on_meta().parameters())  # with Adam's state
-    assert parameters < ours.memory  # type: ignore[operator]
+    return free, auto_schedule(on_meta(), batch, devices=2, memory="512MiB", optimizer=ADAMW, schedule=steps)
 
-    def peak(sch: slapo.Schedule, candidate: Candidate) -> int:
-        found: Any = sch.estimate(batch, optimizer=ADAMW, **candidate.options)
+
+@pytest.mark.ranks
+def test_long_sequences_are_fitted_where_a_solver_without_activations_exceeds_memory(
+    choices: tuple[Choice, Choice],
+) -> None:
+    """The fastest step fits by its parameters, and not by its activations; both peaks are those of the estimate."""
+    free, ours = choices
+    parameters = 4 * sum(one.numel() * one.element_size() for one in on_meta().parameters())  # with Adam's state
+    limit = ours.memory or 0
+
+    def peak(choice: Choice) -> int:
+        found: Any = choice.schedule.estimate(ids(1, LENGTH), optimizer=ADAMW, **choice.options)
         return int(found.memory.total)
 
-    assert peak(free.schedule, free.best) > ours.memory  # type: ignore[operator]
-    assert peak(ours.schedule, ours.best) <= ours.memory  # type: ignore[operator]
+    assert parameters < limit < peak(free)
+    assert peak(ours) <= limit
     assert ours.best.prediction.checkpointed
+    assert free.best.prediction.memory == pytest.approx(peak(free), rel=0.02)
+
+
+@pytest.mark.ranks
+def test_the_choice_as_python_gives_the_records(choices: tuple[Choice, Choice]) -> None:
+    for choice in choices:
+        printed: dict[str, Any] = {}
+        exec(python_of(choice), printed)
+        again = slapo.create_schedule(net(), mesh=printed["MESH"])
+        printed["schedule"](again)
+        assert again.records == choice.schedule.records
+        assert printed["OPTIONS"] == choice.options
+        assert as_plain(choice)["candidates"][0]["options"] == json.loads(json.dumps(choice.options))
+        assert str(choice).splitlines()[1].startswith(choice.best.row()[0])
+
+
+@pytest.mark.ranks
+def test_the_study_of_a_choice_makes_its_schedule(
+    choices: tuple[Choice, Choice], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(here))
+    ours = choices[1]
+    words = [f"1x{LENGTH}x{WIDTH}:float32"]
+    source = study_source(ours, model="mine:net", batch=words, schedule="mine:steps", optimizer="AdamW", loss=None)
+    space: dict[str, Any] = {}
+    exec(source, space)
+    study = space["study"]
+    points = list(Space(study.space).points())
+    best = ours.best
+    point = next(each for each in points if each["checkpoint"] == len(best.prediction.checkpointed))
+    assert study.mesh(point) == best.mesh
+    assert study.world_size == 2
+    assert study.memory == ours.memory
+    sch = slapo.create_schedule(net(), mesh=study.mesh(point), example_inputs=study.batch(point))
+    study.schedule(sch, point)
+    assert sch.records == ours.schedule.records
 
 
 @pytest.mark.ranks
@@ -135,7 +179,7 @@ BATCH = ("--batch", f"4x32x{WIDTH}:float32")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text(Path(__file__).read_text().split("@pytest.mark")[0])
+    (tmp_path / "mine.py").write_text(Path(__file__).read_text().split("@pytest.fixture")[0])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -157,29 +201,3 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_bad_input_exits_with_2(here: Path, words: tuple[str, ...]) -> None:
     found = CliRunner().invoke(make_app(), ["suggest", *words])
     assert found.exit_code == 2, found.output
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_the_commands_python_gives_the_records_and_its_study_loads(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["mine:net", "--schedule", "mine:steps", "--devices", "4", *BATCH, "--memory", "3MiB"]
-    monkeypatch.syspath_prepend(str(here))
-    found = CliRunner().invoke(make_app(), ["suggest", *words, "--python", "--study", "study.py"])
-    assert found.exit_code == 0, found.output
-    assert "suggesting: tp=2" in found.stderr
-    printed: dict[str, Any] = {}
-    exec(found.stdout, printed)
-    space: dict[str, Any] = {}
-    exec((here / "study.py").read_text(), space)
-    study = space["study"]
-    point = next(iter(Space(study.space).points()))
-    sch: Any = slapo.create_schedule(net(), mesh=study.mesh(point), example_inputs=study.batch(point))
-    study.schedule(sch, point)
-    choice = auto_schedule(
-        net(), torch.zeros(4, 32, WIDTH), devices=4, memory="3MiB", optimizer=torch.optim.AdamW, schedule=steps
-    )
-    again = slapo.create_schedule(net(), mesh=printed["MESH"])
-    printed["schedule"](again)
-    assert again.records == choice.schedule.records
-    assert printed["OPTIONS"] == choice.options
-    assert as_plain(choice)["candidates"][0]["options"] == json.loads(json.dumps(choice.options))
