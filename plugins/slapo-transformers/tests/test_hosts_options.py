@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,17 @@ def adapters(sch: Any) -> None:
     base["lm_head"].sync("bwd_post", "all_reduce").linear_cross_entropy()
 
 
+class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+    """Samples without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(samples(48, seed=2))
+
+
+def float32(made: Any) -> Any:
+    return made.float()
+
+
 def unsplit(sch: Any) -> None:
     """Leave all tensors whole: of replicas of replicas."""
 
@@ -203,6 +214,8 @@ COMMON: dict[str, Case] = {
     "kernels": Case("llama", {"max_steps": 2}, change=eager, apply=kernels, rtol=1e-6),  # in float64, the model is not
     "frozen": Case("llama", {"max_grad_norm": 0.1}, {}, 2, change=freeze),
     "adapters": Case("llama", {**SMOOTH, "max_grad_norm": 0.01}, ODD, 2, change=adapt, apply=adapters),
+    "stream": Case("llama", {}, {"train_dataset": Stream()}, 2),
+    "bfloat16": Case("llama", {"bf16": True, "max_steps": 2}, change=float32, rtol=2e-2),
     "tied": Case("llama", {}, {}, 2, change=tie),
 }
 OF_ONE_REPLICA: dict[str, Case] = {
