@@ -28,13 +28,15 @@ CLASSES = {
     "Optimizer": accelerators.ScheduledOptimizer,
     "Scheduler": accelerators.ScheduledScheduler,
 }
-KEPT = {"__module__", "__doc__", "__annotations__", "__init__", "_attach", "_is_causal", "schedule", "steps"}
+KEPT = {"_attach", "_is_causal", "schedule", "steps"}
 KEPT |= {"_wait", "_parameter_counts", "_samples_of_round", "_shared", "_one_of_each_replica", "_first_ranks"}
 KEPT |= {"call_model_init", "_run_epoch"}  # test_hosts_refusals.py
 KEPT |= {"_load_optimizer_and_scheduler"}  # for the memory of GPUs: what it loads is the same
 WAITING = "Trainer._save_optimizer_and_scheduler"
 """Without it, ranks wait for each other until a timeout."""
-SEAMS = [f"{kind}.{name}" for kind, own in CLASSES.items() for name in vars(own) if name not in KEPT]
+SEAMS = [
+    f"{kind}.{name}" for kind, own in CLASSES.items() for name in vars(own) if name not in KEPT and name[:2] != "__"
+]
 """Overridden members, by their class."""
 Facts = dict[str, Any]
 
