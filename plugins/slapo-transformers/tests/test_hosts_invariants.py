@@ -6,6 +6,7 @@ resumes under the same mesh; every rank enters a save.
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -191,8 +192,9 @@ def reference(directory: Path) -> Facts:
 
 def on_ranks(directory: Path, deleted: str) -> Facts:
     """The facts of a run; without an overridden member, those that it could change."""
+    arguments(directory)  # the type of numbers, too
     kind, _, name = deleted.partition(".")
-    if deleted:
+    if name:
         delattr(CLASSES[kind], name)
     facts = trained(directory, True) if kind in ("", "Trainer") else {}
     return {**facts, **(loop(directory, True) if kind != "Trainer" else {}), **of_ranks(directory)}
@@ -263,11 +265,20 @@ def test_every_rank_enters_a_save_and_all_is_as_of_one_process(
 
 @pytest.mark.breadth
 @pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["Trainer", "Accelerator"])
+def test_with_all_seams_a_run_is_the_same(kind: str, expected: Facts, tmp_path: Path) -> None:
+    _run_without(kind, expected, tmp_path)
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
 @pytest.mark.parametrize("seam", SEAMS)
 def test_without_a_seam_a_run_is_another_one(seam: str, expected: Facts, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, slapo.SlapoError)) as caught:  # of ranks that raise, or wait for others
         _run_without(seam, expected, tmp_path)
-    print(seam, "->", str(caught.value).partition("\n")[0])
+    text = str(caught.value)
+    errors = re.findall(r"^(?:\w+\.)*\w+Error: .*", text, re.MULTILINE)
+    print(seam, "->", *(errors[:1] or text.splitlines()[:1]))
 
 
 def _run_without(seam: str, expected: Facts, directory: Path) -> None:
