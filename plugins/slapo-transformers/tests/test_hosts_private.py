@@ -48,6 +48,7 @@ OVERRIDDEN: dict[type, type] = {
 OWN = {
     *("_attach", "_wait", "_is_causal", "_parameter_counts", "_samples_of_round", "label_smoother", "gather_function"),
     *("_shared", "_one_of_each_replica", "_first_ranks", "schedule", "steps"),
+    *("_run_steps", "_precompute_ref_logps"),  # see test_hosts_trl_steps.py
 }
 ASKED: dict[str, tuple[type, str, tuple[str, ...]]] = {
     "a checkpoint's parts": (
