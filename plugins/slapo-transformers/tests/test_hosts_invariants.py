@@ -32,6 +32,7 @@ CLASSES = {
 KEPT = {"_attach", "_is_causal", "schedule", "steps"}
 KEPT |= {"_wait", "_parameter_counts", "_samples_of_round", "_shared", "_one_of_each_replica", "_first_ranks"}
 KEPT |= {"call_model_init", "_run_epoch"}  # test_hosts_refusals.py
+KEPT |= {"_run_steps", "_precompute_ref_logps"}  # test_hosts_trl_steps.py
 KEPT |= {"_load_optimizer_and_scheduler"}  # for the memory of GPUs: what it loads is the same
 WAITING = "Trainer._save_optimizer_and_scheduler"
 """Without it, ranks wait for each other until a timeout."""
