@@ -1,4 +1,4 @@
-"""A few kills of benchmarks/checkpoint_kills.py and trainer_kills.py: nothing torn is loaded, nothing complete is lost."""
+"""A few kills of the benchmarks checkpoint_kills and trainer_kills: nothing torn is loaded, nothing complete lost."""
 
 from __future__ import annotations
 

@@ -141,12 +141,8 @@ class Seen(Module):
 def _sampled(root: Path) -> dict[str, list[tuple[int, float]]]:
     """The samples of two epochs, and of a run that goes on in the middle of the first one, also on other replicas."""
     quiet()
-    found = {}
-    for name, mesh, checkpoint in (
-        ("whole", {"dp": 2, "tp": 1}, None),
-        ("same", {"dp": 2, "tp": 1}, 2),
-        ("tp", {"dp": 1, "tp": 2}, 2),
-    ):
+    found, replicas = {}, {"dp": 2, "tp": 1}
+    for name, mesh, checkpoint in (("whole", replicas, None), ("same", replicas, 2), ("tp", {"dp": 1, "tp": 2}, 2)):
         saves = ModelCheckpoint(root / name, "{step}", every_n_train_steps=1, save_top_k=-1)
         options: dict[str, Any] = {"enable_checkpointing": True, "reload_dataloaders_every_n_epochs": 1}
         trainer = trainer_of(SlapoStrategy(split, mesh), 2, max_epochs=2, callbacks=[saves], **options)
