@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,16 @@ def unsplit(sch: Any) -> None:
     """Leave all tensors whole: of replicas of replicas."""
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Samples without a length, which accelerate by itself would send from the first rank."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.rows = samples(count, seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
 SMOOTH: Options = {"label_smoothing_factor": 0.1}
 ODD: Options = {"eval_dataset": samples(7, seed=8)}
 GENERATE: Options = {"predict_with_generate": True, "generation_max_length": 8}
@@ -176,6 +186,7 @@ COMMON: dict[str, Case] = {
     "sequence, smoothing": Case("llama", SMOOTH, {"data_collator": even}, 2, apply=sequence),
     "kernels": Case("llama", {"max_steps": 2}, change=eager, apply=kernels, rtol=1e-6),  # in float64, the model is not
     "frozen": Case("llama", {"max_grad_norm": 0.1}, {}, 2, change=freeze),
+    "streams": Case("llama", {}, {"train_dataset": Stream(48, seed=2), "eval_dataset": Stream(8, seed=3)}, 2),
     "tied": Case("llama", {}, {}, 2, change=tie),
 }
 OF_ONE_REPLICA: dict[str, Case] = {
@@ -262,7 +273,7 @@ def _tensors(predictions: Any) -> list[torch.Tensor]:
     return [torch.as_tensor(first)]
 
 
-SAMPLE = ("smoothing of causal labels", "beams, Adafactor")
+SAMPLE = ("smoothing of causal labels", "beams, Adafactor", "streams")
 
 
 @pytest.mark.ranks
