@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.internals import buffers_of, copies, module_calls_through, parameters_of
@@ -81,6 +82,7 @@ class Value:
         axes: filled by the operators' rules.
         needs_gradient: whether a gradient flows to it.
         numbers: the elements of a short integer tensor, where they are known.
+        changed_gradient: what changes its gradient in a way that is not known; ``""``: nothing.
     """
 
     shape: tuple[int, ...]
@@ -92,6 +94,7 @@ class Value:
     axes: list[Axis] = field(default_factory=list)
     needs_gradient: bool = False
     numbers: tuple[int, ...] | None = None
+    changed_gradient: str = ""
 
 
 @dataclass(eq=False)
@@ -253,6 +256,7 @@ class _Recorder(TorchDispatchMode):
         self._tensors: dict[int, Tensor] = {}
         self._storages: dict[int, list[Tensor]] = {}
         self._stale: dict[int, tuple[Value, Call]] = {}
+        self._backwards: dict[int, Any] = {}
         for kind in (PARAMETER, BUFFER):
             self._add_state(model, kind)
 
@@ -329,6 +333,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_silent or func.namespace == "prim" or func is torch.ops.aten._local_scalar_dense.default:
             return self._run(func, args, kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                self._add_own_backward(leaf)
         arguments = {
             name: tree_map_only(Tensor, self.value, value) for name, value in _bound(func, args, kwargs).items()
         }
@@ -339,6 +346,21 @@ class _Recorder(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._write(_bound(func, args, kwargs).get(argument.name), operator)
         return result
+
+    def _add_own_backward(self, tensor: Tensor) -> None:
+        """Record the backward of an ``autograd.Function`` of the user's behind its forward, as more operators."""
+        if tensor._backward_hooks:
+            self.value(tensor).changed_gradient = "a hook on its gradient"
+        backward: Any = tensor.grad_fn
+        is_own = isinstance(backward, BackwardCFunction) and not _is_ours(backward._forward_cls.__module__)
+        if not is_own or id(backward) in self._backwards:
+            return
+        self._backwards[id(backward)] = backward  # so that no other one gets its id
+        try:
+            with self, torch.no_grad():
+                backward.apply(torch.empty_like(tensor))
+        except Exception:  # noqa: BLE001 - of several results, or whatever it raises without memory
+            self.value(tensor).changed_gradient = f"the backward of {backward._forward_cls.__name__}"
 
     def add(self, operator: Operator, results: list[Tensor]) -> None:
         """Add an operator with its results."""
@@ -406,6 +428,10 @@ def _all_true(indices: Any, nonzero: Callable[[Tensor], Tensor]) -> list[Any]:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
         found.extend(nonzero(index).unbind(1) if is_mask else [index])
     return found
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0].startswith(("slapo_", "torch"))
 
 
 def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
