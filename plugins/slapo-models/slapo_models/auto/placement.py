@@ -94,6 +94,7 @@ _SCALED = frozenset(f"aten::{name}" for name in ("mul", "mul_", "div", "div_"))
 _ADDED = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "cat", "stack"))
 _INTO_ZEROS = frozenset(f"aten::{name}" for name in ("index_add", "index_add_", "index_put", "index_put_", "copy_",
                                                      "scatter_add", "scatter_add_"))  # fmt: skip
+_SAME = frozenset(f"aten::{name}" for name in ("detach", "alias", "clone", "view", "_to_copy", "expand", "slice"))
 _MADE_NEW = frozenset(f"aten::{name}" for name in ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like"))
 _PIECES = frozenset(f"aten::{name}" for name in ("slice", "split", "split_with_sizes", "narrow", "index"))
 _ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros"))
@@ -471,4 +472,6 @@ def _terms(operator: Operator) -> list[object]:
 
 def _is_zero(value: Value) -> bool:
     """Return whether a tensor was made of zeros."""
+    while value.made_by is not None and value.made_by.name in _SAME:
+        value = value.made_by.arguments["self"]
     return value.made_by is not None and value.made_by.name in _ZEROS and value.origin not in (PARAMETER, BUFFER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,7 +186,7 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None) -> Recordi
     """Record a forward of a model on the meta device.
 
     Args:
-        model: on the meta device; its state may change.
+        model: on the meta device.
         inputs: a mapping of keyword arguments, a tuple of positional ones, or one argument.
         watch: looks at each operator and call.
     """
@@ -204,10 +205,31 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None) -> Recordi
         return made
 
     args, kwargs = arguments_of(tree_map_only(torch.Tensor, fake, inputs))
-    with mode, hide_fake_tensors(), recorder, _Collectives(recorder), PATCHING, module_calls_through(recorder.call):
+    with (
+        _unchanged(model),
+        mode,
+        hide_fake_tensors(),
+        recorder,
+        _Collectives(recorder),
+        PATCHING,
+        module_calls_through(recorder.call),
+    ):
         output = model(*args, **kwargs)
     recorder.recording.outputs = [recorder.value(leaf) for leaf in tensors_in(output)]
     return recorder.recording
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Put the attributes and buffers of modules back, which a forward may set."""
+    before = [(module, dict(vars(module)), dict(buffers_of(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            buffers_of(module).update(buffers)
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
