@@ -201,7 +201,7 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None) -> Recordi
             known.set_value(made, torch.ones(tensor.shape, dtype=tensor.dtype))
         else:
             known.copy_value(tensor, made)
-        recorder.add_input(made, tensor.requires_grad)
+        recorder.add_input(made, made.is_floating_point())  # a caller may ask for its gradient
         return made
 
     args, kwargs = arguments_of(tree_map_only(torch.Tensor, fake, inputs))
