@@ -45,6 +45,9 @@ def infer(recording: Recording) -> dict[int, list[Axis]]:
                 value.axes = []
                 _unknown(operator)
                 break
+        for value in operator.results:
+            if value.changed_gradient:
+                _block(value, value.changed_gradient)
     return contractions
 
 

@@ -89,6 +89,8 @@ _LINEAR = frozenset(
         "unflatten", "reshape", "view_copy", "gather", "constant_pad_nd", "repeat",
     )
 )  # fmt: skip
+COPIES = frozenset(("aten::clone", "aten::alias", "aten::detach", "aten::_to_copy", "slapo::overwritten"))
+"""Whether memory is copied depends on sizes."""
 _FAR = 5000
 _SCALED = frozenset(f"aten::{name}" for name in ("mul", "mul_", "div", "div_"))
 _ADDED = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "cat", "stack"))

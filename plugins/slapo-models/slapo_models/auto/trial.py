@@ -14,8 +14,9 @@ from slapo_core.errors import SlapoError
 from slapo_core.internals import Internals
 from slapo_models.auto.axes import PRODUCT, SUM, Axis
 from slapo_models.auto.candidates import Candidate, Step, local_shape
-from slapo_models.auto.placement import Graph, LeftWhole
+from slapo_models.auto.placement import COPIES, Graph, LeftWhole
 from slapo_models.auto.recording import Call, Operator, Value, Watch, record, without_memory
+from slapo_models.auto.situations import Situation
 
 NAMES = {
     "shard": "tp.shard",
@@ -57,11 +58,14 @@ class Trial:
         mesh: the sizes of the mesh.
         inputs: one batch.
         graph: the reference recording.
+        others: further situations to run.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mapping[str, int], inputs: Any, graph: Graph) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mapping[str, int], inputs: Any, graph: Graph, others: Sequence[Situation]
+    ) -> None:
         self.schedule = slapo.create_schedule(without_memory(model), mesh=slapo.Mesh(mesh))
-        self._inputs, self._graph, self._ranks = inputs, graph, mesh["tp"]
+        self._inputs, self._graph, self._ranks, self._others = inputs, graph, mesh["tp"], others
         self._attributes: dict[type, tuple[str, ...]] = {}
 
     def settle(
@@ -127,11 +131,20 @@ class Trial:
         return len(failed) == before
 
     def _run(self, kept: list[Candidate]) -> Mismatch | None:
+        """Run in every situation; return the first difference."""
         leaves = frozenset(leaf for each in kept for leaf in each.leaves)
+        found = self._run_in(self._graph, self._inputs, leaves, training=True)
+        for other in self._others:
+            if found is None:
+                leaves = frozenset(leaf for each in kept for leaf in other.leaves[each])
+                found = self._run_in(other.graph, other.inputs, leaves, training=other.training)
+        return found
+
+    def _run_in(self, graph: Graph, inputs: Any, leaves: frozenset[Axis], *, training: bool) -> Mismatch | None:
         changed = {record.path for record in self.schedule.records if record.name == "tp.shard"}
-        watch = _Comparison(self._graph, leaves, self._ranks, changed)
+        watch = _Comparison(graph, leaves, self._ranks, changed)
         try:
-            record(self.schedule.model, self._inputs, watch)
+            record(self.schedule.model, inputs, watch, training=training)
         except Mismatch as mismatch:
             mismatch.expected = watch.expected(mismatch.call)
             return mismatch
@@ -298,8 +311,6 @@ _RESIZED = frozenset(
     )
 )  # fmt: skip
 _ALIKE = {"aten::_unsafe_view": "aten::view"}
-_COPIES = frozenset(("aten::clone", "aten::alias", "aten::detach", "aten::_to_copy", "slapo::overwritten"))
-"""Whether memory is copied depends on sizes."""
 
 
 class _Comparison(Watch):
@@ -335,11 +346,11 @@ class _Comparison(Watch):
     def after_operator(self, operator: Operator) -> None:
         call = operator.call
         self.running = call
-        if call.path in self._changed or not self._graph.calls_of.get(call.path) or operator.name in _COPIES:
+        if call.path in self._changed or not self._graph.calls_of.get(call.path) or operator.name in COPIES:
             return
         reference = self._reference(call)
         position = self._positions.get(call, 0)
-        while position < len(reference.operators) and reference.operators[position].name in _COPIES:
+        while position < len(reference.operators) and reference.operators[position].name in COPIES:
             position += 1
         self._positions[call] = position + 1
         if position >= len(reference.operators):
@@ -362,7 +373,7 @@ class _Comparison(Watch):
         for own, other in zip(call.outputs, reference.outputs, strict=True):
             self._compare(call, own, other, f"the output of {type(call.module).__name__}")
         rest = reference.operators[self._positions.get(call, 0) :]
-        if call.path not in self._changed and any(operator.name not in _COPIES for operator in rest):
+        if call.path not in self._changed and any(operator.name not in COPIES for operator in rest):
             raise Mismatch(call, "fewer operators run than in the reference model")
 
     def _compare(self, call: Call, own: Value, other: Value, where: str) -> None:
