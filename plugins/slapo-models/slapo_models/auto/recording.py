@@ -358,6 +358,7 @@ class _Recorder(TorchDispatchMode):
         self._numbers[path] = number + 1
         call = Call(path, module, around, number)
         self.recording.calls.append(call)
+        key: int | str
         for key, argument in (*enumerate(args), *kwargs.items()):
             for position, tensor in enumerate(tensors_in(argument)):
                 call.inputs[key if isinstance(argument, Tensor) else f"{key}.{position}"] = self.value(tensor)
@@ -393,15 +394,17 @@ class _Recorder(TorchDispatchMode):
         if tensor._backward_hooks:
             self.value(tensor).changed_gradient = "a hook on its gradient"
         backward: Any = tensor.grad_fn
-        is_own = isinstance(backward, BackwardCFunction) and not _is_ours(backward._forward_cls.__module__)
-        if not is_own or id(backward) in self._backwards:
+        if not isinstance(backward, BackwardCFunction) or id(backward) in self._backwards:
+            return
+        cls: Any = getattr(backward, "_forward_cls", None)
+        if _is_ours(cls.__module__):
             return
         self._backwards[id(backward)] = backward  # so that no other one gets its id
         try:
             with self, torch.no_grad():
                 backward.apply(torch.empty_like(tensor))
         except Exception:  # noqa: BLE001 - of several results, or whatever it raises without memory
-            self.value(tensor).changed_gradient = f"the backward of {backward._forward_cls.__name__}"
+            self.value(tensor).changed_gradient = f"the backward of {cls.__name__}"
 
     def add(self, operator: Operator, results: list[Tensor]) -> None:
         """Add an operator with its results."""

@@ -64,7 +64,7 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
         taken.update(candidate.members)
         proved.append(candidate)
     own = {each: steps(each) for each in proved}
-    trial = Trial(copied, sch.mesh.sizes, inputs, graph, others)
+    trial = Trial(sch.model, sch.mesh.sizes, inputs, graph, others)
     attributes, failed = trial.settle(proved, own)
     for each, text in failed.items():
         taken.difference_update(each.members)

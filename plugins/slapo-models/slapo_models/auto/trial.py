@@ -196,7 +196,8 @@ class Trial:
         """Add the attributes one by one that bring the run further, or two at once."""
         module = self.schedule.model.get_submodule(call.path)
         cls, counts = type(module), {count for each in owners for count in each.counts}
-        names, chosen = _choices(module, counts, self._ranks), ()
+        names = _choices(module, counts, self._ranks)
+        chosen: tuple[str, ...] = ()
         reached = mismatch.expected.index if mismatch.expected is not None else -1
         while True:
             best: tuple[int, tuple[str, ...]] = (reached, ())
@@ -305,9 +306,9 @@ def _names_read(cls: type) -> set[str]:
 _RESIZED = frozenset(
     f"aten::{name}"
     for name in (
-        "view", "_unsafe_view", "expand", "repeat", "reshape", "zeros", "ones", "empty", "full", "new_zeros", "new_ones",
-        "new_full", "new_empty", "split", "split_with_sizes", "slice", "rand", "randn", "empty_strided", "as_strided",
-        "_reshape_alias", "unflatten", "new_empty_strided", "native_layer_norm", "convolution", "narrow",
+        "view", "_unsafe_view", "expand", "repeat", "reshape", "zeros", "ones", "empty", "full", "new_zeros",
+        "new_ones", "new_full", "new_empty", "split", "split_with_sizes", "slice", "rand", "randn", "empty_strided",
+        "as_strided", "_reshape_alias", "unflatten", "new_empty_strided", "native_layer_norm", "convolution", "narrow",
     )
 )  # fmt: skip
 _ALIKE = {"aten::_unsafe_view": "aten::view"}
