@@ -201,7 +201,7 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None) -> Recordi
             known.set_value(made, torch.ones(tensor.shape, dtype=tensor.dtype))
         else:
             known.copy_value(tensor, made)
-        recorder.add_input(made, made.is_floating_point())  # a caller may ask for its gradient
+        recorder.add_input(made)
         return made
 
     args, kwargs = arguments_of(tree_map_only(torch.Tensor, fake, inputs))
@@ -296,9 +296,9 @@ class _Recorder(TorchDispatchMode):
             for path, name in names[key]:
                 self.recording.values[f"{path}.{name}".lstrip(".")] = value
 
-    def add_input(self, tensor: Tensor, needs_gradient: bool) -> None:
-        """Add a tensor of the batch."""
-        self._add(tensor, INPUT).needs_gradient = needs_gradient
+    def add_input(self, tensor: Tensor) -> None:
+        """Add a tensor of the batch, whose gradient may be asked for."""
+        self._add(tensor, INPUT).needs_gradient = tensor.is_floating_point()
 
     def _add(self, tensor: Tensor, origin: str) -> Value:
         value = Value(tuple(tensor.shape), tensor.dtype, origin)

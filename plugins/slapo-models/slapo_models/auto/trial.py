@@ -91,7 +91,7 @@ class Trial:
                 continue
             if mismatch is not None:
                 continue
-            attributes = {each: self._attribute_steps(each) for each in kept}
+            attributes = self._attribute_steps(kept)
             if self._finish(kept, steps, failed):
                 self.schedule.undo(to=0)
                 return attributes, failed
@@ -101,10 +101,11 @@ class Trial:
     ) -> bool:
         self.schedule.undo(to=0)
         refused = False
+        attributes = self._attribute_steps(kept)
         for each in kept:
             own = [step for step in steps[each] if step.name == "shard"]
             try:
-                for step in (*own, *self._attribute_steps(each)):
+                for step in (*own, *attributes[each]):
                     apply(self.schedule, step)
             except SlapoError as error:
                 failed[each] = error.message
@@ -142,15 +143,19 @@ class Trial:
 
     # -- attributes -------------------------------------------------------------------------------------------
 
-    def _attribute_steps(self, candidate: Candidate) -> list[Step]:
-        found = []
-        for path in candidate.placement.regions:
-            names = self._attributes.get(type(self.schedule.model.get_submodule(path)), ())
-            module = self.schedule.model.get_submodule(path)
-            own = tuple(name for name in names if _value(module, name) is not None)
-            if own:
+    def _attribute_steps(self, kept: Sequence[Candidate]) -> dict[Candidate, list[Step]]:
+        """Return the steps for attributes, each module's with the first split that needs them."""
+        found: dict[Candidate, list[Step]] = {each: [] for each in kept}
+        seen: set[str] = set()
+        for each in kept:
+            for path in each.placement.regions:
+                module = self.schedule.model.get_submodule(path)
+                own = tuple(name for name in self._attributes.get(type(module), ()) if _value(module, name) is not None)
+                if not own or path in seen:
+                    continue
+                seen.add(path)
                 reason = f"its forward reads {' and '.join(own)} as the extent of a shard"
-                found.append(Step(path, "shard_attribute", (own[0] if len(own) == 1 else own,), (), reason))
+                found[each].append(Step(path, "shard_attribute", (own[0] if len(own) == 1 else own,), (), reason))
         return found
 
     def _search(self, mismatch: Mismatch, kept: list[Candidate], steps: Mapping[Candidate, list[Step]]) -> bool:
@@ -158,7 +163,11 @@ class Trial:
         call = mismatch.call
         while call is not None:
             owners = [each for each in kept if call.path in each.placement.regions]
-            if owners and type(call.module) not in self._attributes and self._search_in(call, mismatch, owners, kept, steps):
+            if (
+                owners
+                and type(call.module) not in self._attributes
+                and self._search_in(call, mismatch, owners, kept, steps)
+            ):
                 return True
             call = call.around
         return False
@@ -216,7 +225,6 @@ class Trial:
                 return found
             call = call.around
         return kept
-
 
     def _alike(self, found: list[Candidate], kept: list[Candidate]) -> list[Candidate]:
         """Return the splits of the same tensors in repeated blocks."""
