@@ -8,7 +8,6 @@ from slapo_core.errors import ArgumentError, SlapoError
 from slapo_core.internals import caller_location
 from slapo_models.auto.axes import Axis
 from slapo_models.auto.candidates import Candidate, Step, candidates, prove, steps
-from slapo_models.auto.modes import refused_in_other_mode
 from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Recording, Value, record, without_memory
@@ -43,7 +42,7 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
     if ranks == 1:
         return AutoReport((), {}, (), ("mesh_dim 'tp' has one rank: nothing to split",))
     assert sch.mesh is not None
-    location = caller_location()
+    location = caller_location("slapo_models")
     copied = without_memory(sch.model)
     recording = _recorded(copied, inputs)
     graph = Graph(recording, infer(recording))
@@ -64,12 +63,6 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
             continue
         taken.update(candidate.members)
         proved.append(candidate)
-    refused, assumed = refused_in_other_mode(sch.model, inputs, ranks, proved)
-    recording.assumptions.update(dict.fromkeys(assumed))
-    for candidate, text in refused.items():
-        proved.remove(candidate)
-        taken.difference_update(candidate.members)
-        reasons.update(dict.fromkeys(candidate.members, text))
     own = {each: steps(each) for each in proved}
     trial = Trial(sch.model, sch.mesh.sizes, inputs, graph, others)
     attributes, failed = trial.settle(proved, own)
@@ -93,7 +86,7 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
             taken.add(value)
         except SlapoError as error:
             sch.undo(to=before)
-            reasons[value] = error.message
+            reasons[value] = " ".join(error.message.split())
     recording.assumptions.update(assumptions)
     return _report(recording, taken, reasons, failures, ranks)
 

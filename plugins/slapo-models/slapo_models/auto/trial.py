@@ -112,7 +112,7 @@ class Trial:
                 for step in (*own, *attributes[each]):
                     apply(self.schedule, step)
             except SlapoError as error:
-                failed[each] = error.message
+                failed[each] = " ".join(error.message.split())
                 refused = True
         return refused
 
@@ -127,7 +127,7 @@ class Trial:
                     if step.name != "shard":
                         apply(self.schedule, step)
             except SlapoError as error:
-                failed[each] = error.message
+                failed[each] = " ".join(error.message.split())
         return len(failed) == before
 
     def _run(self, kept: list[Candidate]) -> Mismatch | None:
