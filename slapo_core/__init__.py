@@ -86,6 +86,7 @@ OWNERS = {
     ("commands", "patterns"): "slapo-graph",
     ("commands", "plugins.check"): "slapo-testing",
     ("commands", "plugins.new"): "slapo-testing",
+    ("commands", "suggest"): "slapo-models",
     ("losses", "torch"): "slapo-loss",
     ("primitives", "bind"): "slapo-fusion",
     ("primitives", "compile"): "slapo-fusion",

@@ -138,6 +138,7 @@ class Internals:
         *,
         location: str | None = None,
         after_edit: Callable[[int], None] | None = None,
+        note: str = "",
     ) -> Node:
         """Apply a primitive at a node, as ``node.apply(primitive)`` does.
 
@@ -146,11 +147,12 @@ class Internals:
             primitive: the value to apply.
             location: the ``file:line`` to record; None for the caller's own.
             after_edit: called with the number of edits made so far after each one.
+            note: the reason for the step, which ``sch.explain()`` shows.
 
         Returns:
             The node of the path, whose module may be another one.
         """
-        return self._core.apply_at(node, primitive, location=location, after_edit=after_edit)
+        return self._core.apply_at(node, primitive, location=location, after_edit=after_edit, note=note)
 
     def repeat(self, step: Record) -> Node:
         """Apply the primitive of a step, of another schedule or of this one, at the node of its path."""

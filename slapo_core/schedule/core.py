@@ -90,6 +90,7 @@ class ScheduleCore:
         *,
         location: str | None = None,
         after_edit: Callable[[int], None] | None = None,
+        note: str = "",
     ) -> Node:
         """Apply ``primitive`` at ``node``: see :func:`slapo_core.schedule.transaction.transact`.
 
@@ -98,6 +99,7 @@ class ScheduleCore:
             primitive: what.
             location: the ``file:line`` to record; None looks for the user's own.
             after_edit: called with the number of edits made so far after each one.
+            note: the reason for the step.
         """
         check_primitive(primitive)
         self.check_open(f"apply {primitive}")
@@ -107,7 +109,7 @@ class ScheduleCore:
             self.tree.tensors.begin()
         try:
             result, step = transact(
-                self, node, primitive, location=location or caller_location(), after_edit=after_edit
+                self, node, primitive, location=location or caller_location(), after_edit=after_edit, note=note
             )
         except BaseException:
             self.refresh()

@@ -95,6 +95,7 @@ def transact(
     *,
     location: str,
     after_edit: Callable[[int], None] | None = None,
+    note: str = "",
 ) -> tuple[Node, Step]:
     """Apply ``primitive`` at ``node``: everything or nothing.
 
@@ -104,6 +105,7 @@ def transact(
         primitive: what.
         location: the ``file:line`` to record.
         after_edit: called with the number of edits made so far after each; raising from it is a fault inside apply.
+        note: the reason for the step, behind its edits.
 
     Returns:
         the node on which a chained call continues, and the committed step.
@@ -123,6 +125,8 @@ def transact(
         _check(core, node, primitive, plugin)
         try:
             result = _change(edit, node, primitive, plugin)
+            if note:
+                edit.note(note)
             edits = edit.described(node.path)
             record = Record(len(core.history) + 1, primitive, node.path, *provider, location, edits)
         except BaseException as error:

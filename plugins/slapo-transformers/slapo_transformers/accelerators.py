@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import slapo_core as slapo
 from slapo_core import ArgumentError, Mesh, MeshError, Schedule
+from slapo_runtime.state import gather_full_matrices
+from slapo_torch.grad_scaler import MeshGradScaler
 from slapo_transformers.optimizer_files import named, numbered
 
 
@@ -61,6 +63,10 @@ def attach(accelerator: Accelerator, sch: Schedule) -> None:
         accelerator.__class__ = type(f"Scheduled{own.__name__}", (ScheduledAccelerator, own), {})
         accelerator.register_load_state_pre_hook(_load_weights_of(accelerator))
     accelerator.schedule = sch  # type: ignore[attr-defined]
+    if accelerator.scaler is not None:  # of fp16: a gradient that overflows on one rank skips the step on all
+        scaler = MeshGradScaler(accelerator.device, sch.mesh)
+        scaler.load_state_dict(accelerator.scaler.state_dict())
+        accelerator.scaler = scaler
 
 
 def check_schedule(sch: Any, world_size: int | None) -> None:
@@ -147,6 +153,8 @@ class ScheduledAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            gather_full_matrices(self.schedule, optimizer)
         prepared = super().prepare_optimizer(optimizer, False)  # else it reads and loads the state of shards
         prepared.__class__ = ScheduledOptimizer
         prepared.schedule = self.schedule

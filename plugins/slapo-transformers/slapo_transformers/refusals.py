@@ -15,7 +15,6 @@ _REFUSED = {
     "deepspeed": ("trains by another runtime", 'slapo_core.build(sch, target="deepspeed", config=...)'),
     "fsdp": ("shards parameters over all ranks", 'create_schedule(model, mesh={"dp": 2}); slapo_core.fully_shard(sch)'),
     "parallelism_config": ("declares another mesh", 'create_schedule(model, mesh={"dp": 2, "tp": 2})'),
-    "fp16": ("skips a step on single ranks, as their gradients overflow", "bf16=True"),
     "save_on_each_node": ("writes on one rank of each node", "an output_dir that all nodes share"),
 }
 

@@ -21,6 +21,8 @@ preload_modules(
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
+    "transformers.trainer_seq2seq",
 )
 
 VOCABULARY = 51  # padded over tp
@@ -45,6 +47,24 @@ def llama() -> nn.Module:
     )
 
 
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=4,
+            d_ff=24,
+            num_layers=1,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
 def causal_loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> torch.Tensor:
     """Compute the loss of causal models as transformers does, but in float64."""
     shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
@@ -62,8 +82,8 @@ def model(name: str) -> Any:
     elif name == "gpt2":
         made = gpt2(vocab_size=VOCABULARY, n_layer=2, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
     else:
-        made = llama()
-    if name != "bert":
+        made = t5() if name == "t5" else llama()
+    if name in ("gpt2", "llama"):
         made.loss_function = causal_loss
     return made.double()
 
@@ -75,6 +95,8 @@ def schedule(name: str, made: nn.Module, mesh: dict[str, int], *, fsdp: bool = F
     sch = slapo.create_schedule(made, mesh=mesh)
     if name == "llama":
         slapo_models.llama(sch, kernels=False)
+    elif name == "t5":
+        slapo_models.t5(sch, kernels=False)
     elif name == "bert":
         slapo_models.bert(sch, kernels=False, embeddings=False)
         sch["bert.embeddings.word_embeddings"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
@@ -111,12 +133,13 @@ def padded(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     kept = prediction.label_ids != -100
-    right = (prediction.predictions.argmax(-1) == prediction.label_ids) & kept
+    right = (logits.argmax(-1) == prediction.label_ids) & kept
     return {"accuracy": float(right.sum() / kept.sum()), "tokens": float(kept.sum())}
 
 
-def arguments(directory: Path | str, **options: Any) -> Any:
+def arguments(directory: Path | str, *, kind: Any = None, **options: Any) -> Any:
     from transformers import TrainingArguments
 
     if "RANK" in os.environ:
@@ -144,7 +167,7 @@ def arguments(directory: Path | str, **options: Any) -> Any:
         "seed": 1,
         **options,
     }
-    return TrainingArguments(output_dir=str(directory), **given)
+    return (kind or TrainingArguments)(output_dir=str(directory), **given)
 
 
 def trainer(kind: Callable[..., Any], args: Any, **options: Any) -> Any:

@@ -1,0 +1,53 @@
+"""A schedule of any model, from one recorded forward: which matrices are split, and the steps that follow.
+
+The recording keeps modules and operators. Axes of tensors that operators pair are unified, views divide them into heads
+and features; an axis that can be split runs from the matrices that make it to the matrices that sum over it. What the
+steps change is run again without memory, and compared with the recording operator by operator.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import slapo_core as slapo
+    from slapo_models.auto.report import AutoReport
+
+__all__ = ["auto"]
+
+
+def auto(
+    sch: slapo.Schedule,
+    example_inputs: Any = None,
+    *,
+    memory: int | str | None = None,
+    kernels: bool | Sequence[str] = True,
+    sequence_parallel: bool = False,
+) -> AutoReport:
+    """Schedule any model: tensor parallelism over ``tp``, kernels, checkpoints.
+
+    The steps are ordinary ones, each with its reason (``sch.explain()``); what cannot be proved right stays whole.
+
+    Args:
+        sch: the schedule, without steps; tensor parallelism is over its mesh dimension ``tp``.
+        example_inputs: one batch, as ``verify`` takes it, with labels if the model computes its loss; None takes the
+            schedule's.
+        memory: bytes of a device, or e.g. ``"70GiB"``: blocks are checkpointed until a training step fits; None
+            checkpoints none.
+        kernels: whether to replace or fuse what matches a pattern in repeated blocks, where the estimated step gains
+            on this machine's device; or names of patterns, e.g. ``("fusion.sdpa",)``.
+        sequence_parallel: whether the norms between split layers work on shards of the sequence.
+
+    Returns:
+        the parameters that are split, and what is left whole with the reason.
+
+    Raises:
+        ArgumentError: no inputs, the schedule has steps, or the model does not run on the inputs.
+    """
+    from slapo_models.auto.scheduling import schedule_automatically
+
+    return schedule_automatically(
+        sch, example_inputs, memory=memory, kernels=kernels, sequence_parallel=sequence_parallel
+    )

@@ -1,0 +1,419 @@
+"""One forward of a model without memory, operator by operator, with the modules that call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from slapo_core.internals import buffers_of, copies, module_calls_through, parameters_of
+from slapo_core.observers import PATCHING
+from slapo_estimate.values import KnownValues, UnknownValueError, hide_fake_tensors
+from slapo_graph.tracing.fake import FakeMode
+from slapo_models.auto.axes import Axis
+from slapo_models.auto.private import TorchDispatchMode, storage_id, tree_leaves, tree_map_only
+
+PARAMETER, BUFFER, INPUT, CONSTANT, RESULT = "parameter", "buffer", "input", "constant", "result"
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a module.
+
+    Args:
+        path: of the module.
+        module: the module.
+        around: the call that makes this one; None for the root.
+        number: of the calls of this module, from 0.
+        inputs: argument -> value, of tensors among the arguments: position or name.
+        outputs: tensors among the results.
+        operators: those that the module itself runs, in order.
+    """
+
+    path: str
+    module: nn.Module
+    around: Call | None
+    number: int
+    inputs: dict[int | str, Value] = field(default_factory=dict)
+    outputs: list[Value] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+
+    def chain(self) -> list[Call]:
+        """Return this call and those around it, innermost first."""
+        found, call = [self], self
+        while call.around is not None:
+            call = call.around
+            found.append(call)
+        return found
+
+    def is_within(self, other: Call) -> bool:
+        """Return whether this call is ``other``, or made by it."""
+        call: Call | None = self
+        while call is not None:
+            if call is other:
+                return True
+            call = call.around
+        return False
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor between operators.
+
+    Args:
+        shape: of the tensor.
+        dtype: of the tensor.
+        origin: where it is from.
+        names: of a parameter or buffer: paths of its modules with its names there.
+        made_by: the operator that makes it.
+        uses: operators that read it.
+        axes: filled by the operators' rules.
+        needs_gradient: whether a gradient flows to it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    origin: str = RESULT
+    names: tuple[tuple[str, str], ...] = ()
+    made_by: Operator | None = None
+    uses: list[Operator] = field(default_factory=list)
+    axes: list[Axis] = field(default_factory=list)
+    needs_gradient: bool = False
+
+
+@dataclass(eq=False)
+class Operator:
+    """A call of an operator.
+
+    Args:
+        name: without its overload, e.g. ``"aten::view"``, or ``"collective::all_reduce"``.
+        function: the overload; None for a collective.
+        arguments: by the names of the schema, tensors as values.
+        results: its results.
+        call: of the module that runs it.
+        index: in the recording.
+    """
+
+    name: str
+    function: Any
+    arguments: dict[str, Any]
+    results: list[Value]
+    call: Call
+    index: int
+
+    @property
+    def inputs(self) -> list[Value]:
+        """The tensors among its arguments."""
+        return [leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, Value)]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it uses the RNG."""
+        return self.function is not None and torch.Tag.nondeterministic_seeded in self.function.tags
+
+    @property
+    def where(self) -> str:
+        """The operator and its module, for a reason."""
+        name = self.name.partition("::")[2]
+        return f"{name} in {type(self.call.module).__name__}"
+
+
+@dataclass
+class Recording:
+    """A recorded forward.
+
+    Args:
+        operators: in the order of their calls.
+        calls: of modules, in the order of their beginnings.
+        outputs: of the model.
+        values: of parameters and buffers, by path.
+        assumptions: about values that were read.
+    """
+
+    operators: list[Operator] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+    assumptions: dict[str, None] = field(default_factory=dict)
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """Copy a model to the meta device; the values of small integer buffers stay known."""
+    memo: dict[int, Any] = {}
+    known = KnownValues()
+    for module in model.modules():
+        for own in (parameters_of(module), buffers_of(module)):
+            for tensor in own.values():
+                if tensor is None or id(tensor) in memo:
+                    continue
+                meta = tensor.detach().to("meta")
+                if isinstance(tensor, nn.Parameter):
+                    meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+                    meta.__dict__.update(tensor.__dict__)
+                known.copy_value(tensor, meta)
+                memo[id(tensor)] = meta
+    return copies.deep_copy(model, memo)
+
+
+class Watch:
+    """Watch a recording while it is made; what a method raises ends it."""
+
+    def after_operator(self, operator: Operator) -> None:
+        """Look at an operator with its results."""
+
+    def after_call(self, call: Call) -> None:
+        """Look at a finished call of a module."""
+
+
+def record(model: nn.Module, inputs: Any, watch: Watch | None = None) -> Recording:
+    """Record a forward of a model on the meta device.
+
+    Args:
+        model: on the meta device; its state may change.
+        inputs: a mapping of keyword arguments, a tuple of positional ones, or one argument.
+        watch: looks at each operator and call.
+    """
+    mode = FakeMode(_device_of(inputs))
+    known = KnownValues(mode)
+    recorder = _Recorder(model, known, watch or Watch())
+    known.default = recorder.assumed_number
+
+    def fake(tensor: Tensor) -> Tensor:
+        made = mode.fake(tensor)
+        if tensor.is_meta and not tensor.is_floating_point():
+            known.set_value(made, torch.ones(tensor.shape, dtype=tensor.dtype))
+        else:
+            known.copy_value(tensor, made)
+        recorder.add_input(made, tensor.requires_grad)
+        return made
+
+    args, kwargs = arguments_of(tree_map_only(torch.Tensor, fake, inputs))
+    with mode, hide_fake_tensors(), recorder, _Collectives(recorder), PATCHING, module_calls_through(recorder.call):
+        output = model(*args, **kwargs)
+    recorder.recording.outputs = [recorder.value(leaf) for leaf in tensors_in(output)]
+    return recorder.recording
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments of a batch."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield the tensors in containers and objects."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if id(value) in seen or isinstance(value, (str, bytes, int, float, nn.Module, type)) or value is None:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        parts: Any = value.values()
+    elif isinstance(value, (tuple, list, set)):
+        parts = value
+    else:
+        parts = vars(value).values() if hasattr(value, "__dict__") else ()
+    for part in list(parts):
+        yield from tensors_in(part, seen)
+
+
+def _device_of(inputs: Any) -> torch.device:
+    found = (leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.is_meta)
+    return next(found, torch.device("cpu"))
+
+
+class _Recorder(TorchDispatchMode):
+    """Write down operators and calls of modules."""
+
+    def __init__(self, model: nn.Module, known: KnownValues, watch: Watch) -> None:
+        super().__init__()
+        self.recording, self._known, self._watch = Recording(), known, watch
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._numbers: dict[str, int] = {}
+        self._call = Call("", model, None, 0)
+        self._is_started = False
+        self.is_silent = False
+        self._values: dict[int, Value] = {}
+        self._tensors: dict[int, Tensor] = {}
+        self._storages: dict[int, list[Tensor]] = {}
+        self._stale: dict[int, tuple[Value, Call]] = {}
+        for kind in (PARAMETER, BUFFER):
+            self._add_state(model, kind)
+
+    def _add_state(self, model: nn.Module, kind: str) -> None:
+        names: dict[int, list[tuple[str, str]]] = {}
+        tensors: dict[int, Tensor] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in (parameters_of(module) if kind == PARAMETER else buffers_of(module)).items():
+                if tensor is not None:
+                    names.setdefault(id(tensor), []).append((path, name))
+                    tensors[id(tensor)] = tensor
+        for key, tensor in tensors.items():
+            value = self._add(tensor, kind)
+            value.names, value.needs_gradient = tuple(names[key]), tensor.requires_grad
+            for path, name in names[key]:
+                self.recording.values[f"{path}.{name}".lstrip(".")] = value
+
+    def add_input(self, tensor: Tensor, needs_gradient: bool) -> None:
+        """Add a tensor of the batch."""
+        self._add(tensor, INPUT).needs_gradient = needs_gradient
+
+    def _add(self, tensor: Tensor, origin: str) -> Value:
+        value = Value(tuple(tensor.shape), tensor.dtype, origin)
+        self._values[id(tensor)] = value
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = tensor  # so that no other tensor gets its id
+            self._storages.setdefault(storage_id(tensor), []).append(tensor)
+        return value
+
+    def value(self, tensor: Tensor) -> Value:
+        """Return the value of a tensor."""
+        stale = self._stale.pop(id(tensor), None)
+        if stale is not None:
+            self._overwrite(tensor, *stale)
+        found = self._values.get(id(tensor))
+        return self._add(tensor, CONSTANT) if found is None else found
+
+    def assumed_number(self) -> float:
+        """Return the number that is assumed where the model reads an unknown one."""
+        self.recording.assumptions["a number that the forward computes and reads is 1"] = None
+        return 1.0
+
+    def call(self, run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Make a call of a module."""
+        path = self._paths.get(id(module))
+        if path is None:
+            return run(module, *args, **kwargs)
+        around, number = self._call if self._is_started else None, self._numbers.get(path, 0)
+        self._numbers[path] = number + 1
+        call = Call(path, module, around, number)
+        self.recording.calls.append(call)
+        for key, argument in (*enumerate(args), *kwargs.items()):
+            for position, tensor in enumerate(tensors_in(argument)):
+                call.inputs[key if isinstance(argument, Tensor) else f"{key}.{position}"] = self.value(tensor)
+        self._call, before, self._is_started = call, self._call, True
+        try:
+            output = run(module, *args, **kwargs)
+        finally:
+            self._call = before
+        call.outputs = [self.value(tensor) for tensor in tensors_in(output)]
+        self._watch.after_call(call)
+        return output
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_silent or func.namespace == "prim" or func is torch.ops.aten._local_scalar_dense.default:
+            return self._run(func, args, kwargs)
+        arguments = {
+            name: tree_map_only(Tensor, self.value, value) for name, value in _bound(func, args, kwargs).items()
+        }
+        result = self._run(func, args, kwargs)
+        operator = Operator(func._schema.name, func, arguments, [], self._call, len(self.recording.operators))
+        self.add(operator, [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
+        for argument in func._schema.arguments if func._schema.is_mutable else ():
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._write(_bound(func, args, kwargs).get(argument.name), operator)
+        return result
+
+    def add(self, operator: Operator, results: list[Tensor]) -> None:
+        """Add an operator with its results."""
+        self.recording.operators.append(operator)
+        operator.call.operators.append(operator)
+        for value in dict.fromkeys(operator.inputs):
+            value.uses.append(operator)
+        flows = torch.is_grad_enabled() and operator.name not in ("aten::detach",)
+        flows = flows and any(value.needs_gradient for value in operator.inputs)
+        for tensor in results:
+            value = self._add(tensor, RESULT)
+            value.made_by = operator
+            value.needs_gradient = flows and (tensor.is_floating_point() or tensor.is_complex())
+            operator.results.append(value)
+        self._watch.after_operator(operator)
+
+    def _write(self, target: Any, operator: Operator) -> None:
+        """Give a tensor that was written to, and all that share its memory, new values."""
+        for tensor in tree_leaves(target):
+            if not isinstance(tensor, Tensor):
+                continue
+            written = operator.results[0] if self._values[id(tensor)] in operator.results else self._add(tensor, RESULT)
+            if written.made_by is None:
+                written.made_by, written.needs_gradient = operator, self._flows(operator)
+                operator.results.append(written)
+            for other in self._storages.get(storage_id(tensor), ()):
+                if other is not tensor and self._values[id(other)].origin not in (PARAMETER, BUFFER):
+                    self._stale[id(other)] = (written, operator.call)
+
+    def _flows(self, operator: Operator) -> bool:
+        return torch.is_grad_enabled() and any(value.needs_gradient for value in operator.inputs)
+
+    def _overwrite(self, tensor: Tensor, written: Value, call: Call) -> None:
+        before = self._values[id(tensor)]
+        arguments = {"self": before, "written": written}
+        self.add(Operator("slapo::overwritten", None, arguments, [], call, len(self.recording.operators)), [tensor])
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten.nonzero.default:
+            try:
+                return self._known.run(func, args, kwargs)
+            except UnknownValueError:
+                return self._all_nonzero(args[0])
+        if func is torch.ops.aten.index.Tensor:
+            try:
+                return self._known.run(func, args, kwargs)
+            except UnknownValueError:
+                return func(args[0], _all_true(args[1], self._all_nonzero))
+        return self._known.run(func, args, kwargs)
+
+    def _all_nonzero(self, tensor: Tensor) -> Tensor:
+        """Assume that all elements of an unknown mask are true."""
+        self.recording.assumptions["a mask that the forward computes is true everywhere"] = None
+        assert self._known.mode is not None
+        from slapo_models.auto.private import unset_fake_temporarily
+
+        with unset_fake_temporarily():
+            where = torch.ones(tensor.shape, dtype=torch.bool).nonzero()
+        fake = self._known.mode.from_tensor(where, static_shapes=True)
+        self._known.set_value(fake, where)
+        return fake
+
+
+def _all_true(indices: Any, nonzero: Callable[[Tensor], Tensor]) -> list[Any]:
+    found: list[Any] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        found.extend(nonzero(index).unbind(1) if is_mask else [index])
+    return found
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+class _Collectives(TorchFunctionMode):
+    """Write a collective of a step down as one operator."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not getattr(func, "slapo_is_observed", False):
+            return func(*args, **(kwargs or {}))
+        recorder = self._recorder
+        arguments = {"self": recorder.value(args[0])}
+        recorder.is_silent = True
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            recorder.is_silent = False
+        call, number = recorder._call, len(recorder.recording.operators)
+        recorder.add(Operator(f"collective::{func.name}", None, arguments, [], call, number), [result])
+        return result

@@ -1,0 +1,369 @@
+"""Run a model with its shards without memory, and compare it with the reference recording operator by operator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.errors import SlapoError
+from slapo_core.internals import Internals
+from slapo_models.auto.axes import PRODUCT, SUM, Axis
+from slapo_models.auto.candidates import Candidate, Step, local_shape
+from slapo_models.auto.placement import Graph, LeftWhole
+from slapo_models.auto.recording import Call, Operator, Value, Watch, record, without_memory
+
+NAMES = {
+    "shard": "tp.shard",
+    "shard_attribute": "tp.shard_attribute",
+    "sync": "tp.sync",
+    "sync_gradient": "tp.sync_gradient",
+    "fork_rng": "tp.fork_rng",
+    "linear_cross_entropy": "loss.linear_cross_entropy",
+}
+_MOST_ATTEMPTS = 64
+
+
+class Mismatch(Exception):  # noqa: N818 - an answer, not an error
+    """The scheduled model does something else than the reference model.
+
+    Args:
+        call: of the module where it differs; None outside of any.
+        what: the difference.
+    """
+
+    def __init__(self, call: Call | None, what: str) -> None:
+        super().__init__(what)
+        self.call, self.what = call, what
+
+
+def apply(schedule: slapo.Schedule, step: Step, location: str | None = None) -> None:
+    """Apply a step with its reason as a note."""
+    internals = Internals(schedule)
+    primitive = internals.registry.load(NAMES[step.name], "primitives")(*step.arguments, **dict(step.options))
+    internals.apply(internals.node(step.path), primitive, location=location, note=step.reason)
+
+
+class Trial:
+    """A copy of the model without memory, with a schedule of its own.
+
+    Args:
+        model: the reference model; only read.
+        mesh: the sizes of the mesh.
+        inputs: one batch.
+        graph: the reference recording.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mapping[str, int], inputs: Any, graph: Graph) -> None:
+        self.schedule = slapo.create_schedule(without_memory(model), mesh=slapo.Mesh(mesh))
+        self._inputs, self._graph, self._ranks = inputs, graph, mesh["tp"]
+        self._attributes: dict[type, tuple[str, ...]] = {}
+
+    def settle(
+        self, candidates: Sequence[Candidate], steps: Mapping[Candidate, list[Step]]
+    ) -> tuple[dict[Candidate, list[Step]], dict[Candidate, str]]:
+        """Find the attributes that the splits need, and leave out those that fail.
+
+        Args:
+            candidates: proved splits.
+            steps: their steps.
+
+        Returns:
+            the splits that hold, with the steps for their attributes; and the others with the reason.
+        """
+        failed: dict[Candidate, str] = {}
+        while True:
+            kept = [each for each in candidates if each not in failed]
+            refusal = self._apply(kept, steps, failed)
+            if refusal:
+                continue
+            mismatch = self._run(kept)
+            if mismatch is not None and not self._search(mismatch, kept, steps):
+                for each in self._to_blame(mismatch, kept):
+                    failed[each] = mismatch.what
+                continue
+            if mismatch is not None:
+                continue
+            attributes = {each: self._attribute_steps(each) for each in kept}
+            if self._finish(kept, steps, failed):
+                self.schedule.undo(to=0)
+                return attributes, failed
+
+    def _apply(
+        self, kept: list[Candidate], steps: Mapping[Candidate, list[Step]], failed: dict[Candidate, str]
+    ) -> bool:
+        self.schedule.undo(to=0)
+        refused = False
+        for each in kept:
+            own = [step for step in steps[each] if step.name == "shard"]
+            try:
+                for step in (*own, *self._attribute_steps(each)):
+                    apply(self.schedule, step)
+            except SlapoError as error:
+                failed[each] = error.message
+                refused = True
+        return refused
+
+    def _finish(
+        self, kept: list[Candidate], steps: Mapping[Candidate, list[Step]], failed: dict[Candidate, str]
+    ) -> bool:
+        """Apply the collectives; whether none was refused."""
+        before = len(failed)
+        for each in kept:
+            try:
+                for step in steps[each]:
+                    if step.name != "shard":
+                        apply(self.schedule, step)
+            except SlapoError as error:
+                failed[each] = error.message
+        return len(failed) == before
+
+    def _run(self, kept: list[Candidate]) -> Mismatch | None:
+        leaves = frozenset(leaf for each in kept for leaf in each.leaves)
+        changed = {record.path for record in self.schedule.records if record.name == "tp.shard"}
+        watch = _Comparison(self._graph, leaves, self._ranks, changed)
+        try:
+            record(self.schedule.model, self._inputs, watch)
+        except Mismatch as mismatch:
+            return mismatch
+        except Exception as error:  # noqa: BLE001 - whatever the model raises with wrong sizes
+            text = " ".join(str(error).split())[:120]
+            return Mismatch(watch.running, f"it raises {type(error).__name__}: {text}")
+        return None
+
+    # -- attributes -------------------------------------------------------------------------------------------
+
+    def _attribute_steps(self, candidate: Candidate) -> list[Step]:
+        found = []
+        for path in candidate.placement.regions:
+            names = self._attributes.get(type(self.schedule.model.get_submodule(path)), ())
+            module = self.schedule.model.get_submodule(path)
+            own = tuple(name for name in names if _value(module, name) is not None)
+            if own:
+                reason = f"its forward reads {' and '.join(own)} as the extent of a shard"
+                found.append(Step(path, "shard_attribute", (own[0] if len(own) == 1 else own,), (), reason))
+        return found
+
+    def _search(self, mismatch: Mismatch, kept: list[Candidate], steps: Mapping[Candidate, list[Step]]) -> bool:
+        """Find attributes of the module's class that make it run as expected."""
+        call = mismatch.call
+        while call is not None:
+            owners = [each for each in kept if call.path in each.placement.regions]
+            if owners and type(call.module) not in self._attributes and self._search_in(call, owners, kept, steps):
+                return True
+            call = call.around
+        return False
+
+    def _search_in(
+        self, call: Call, owners: list[Candidate], kept: list[Candidate], steps: Mapping[Candidate, list[Step]]
+    ) -> bool:
+        module = self.schedule.model.get_submodule(call.path)
+        cls = type(module)
+        counts = {count for each in owners for count in each.counts}
+        for names in itertools.islice(_sets(module, counts, self._ranks), _MOST_ATTEMPTS):
+            self._attributes[cls] = names
+            self.schedule.undo(to=0)
+            failed: dict[Candidate, str] = {}
+            if self._apply(kept, steps, failed):
+                continue
+            again = self._run(kept)
+            if again is None or again.call is None or not isinstance(again.call.module, cls):
+                return True
+        del self._attributes[cls]
+        return False
+
+    def _to_blame(self, mismatch: Mismatch, kept: list[Candidate]) -> list[Candidate]:
+        call = mismatch.call
+        while call is not None:
+            kinds = {type(call.module)}
+            found = [
+                each
+                for each in kept
+                if any(type(self._graph.calls_of[path][0].module) in kinds for path in each.placement.regions)
+            ]
+            if found and call.path:
+                return found
+            call = call.around
+        return kept
+
+
+def _value(module: nn.Module, name: str) -> int | None:
+    owner: Any = module
+    *before, own = name.split(".")
+    for part in before:
+        owner = getattr(owner, part, None)
+    value = getattr(owner, own, None)
+    return value if type(value) is int else None
+
+
+def _sets(module: nn.Module, counts: set[int], ranks: int) -> Iterator[tuple[str, ...]]:
+    """Yield sets of attributes that the forward reads and that hold such a count, small ones first."""
+    read = _names_read(type(module))
+    names = [name for name, value in vars(module).items() if type(value) is int and value in counts and name in read]
+    config = getattr(module, "config", None)
+    if "config" in read and hasattr(config, "__dict__"):
+        names += [f"config.{name}" for name, value in vars(config).items() if type(value) is int and value in counts
+                  and name in read]  # fmt: skip
+    names = [name for name in names if (_value(module, name) or 1) % ranks == 0]
+    for size in range(1, len(names) + 1):
+        yield from itertools.combinations(names, size)
+
+
+def _names_read(cls: type) -> set[str]:
+    """Return the names in the code of a class's methods, and of the functions that it names."""
+    found: set[str] = set()
+    seen: set[CodeType] = set()
+
+    def enter(code: CodeType, scope: Mapping[str, Any], depth: int) -> None:
+        if code in seen or depth > 3:
+            return
+        seen.add(code)
+        found.update(code.co_names)
+        found.update(each for each in code.co_consts if isinstance(each, str))
+        for const in code.co_consts:
+            if isinstance(const, CodeType):
+                enter(const, scope, depth)
+        for name in code.co_names:
+            value = scope.get(name)
+            if isinstance(value, FunctionType):
+                enter(value.__code__, value.__globals__, depth + 1)
+
+    for base in cls.__mro__:
+        if base is nn.Module:
+            break
+        for name, value in vars(base).items():
+            function = getattr(value, "__wrapped__", value)
+            if isinstance(function, FunctionType) and name != "__init__":
+                enter(function.__code__, function.__globals__, 0)
+    return found
+
+
+_RESIZED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "view", "_unsafe_view", "expand", "repeat", "reshape", "zeros", "ones", "empty", "full", "new_zeros", "new_ones",
+        "new_full", "new_empty", "split", "split_with_sizes", "slice", "rand", "randn", "empty_strided", "as_strided",
+        "_reshape_alias", "unflatten", "new_empty_strided", "native_layer_norm", "convolution", "narrow",
+    )
+)  # fmt: skip
+_ALIKE = {"aten::_unsafe_view": "aten::view"}
+_COPIES = frozenset(("aten::clone", "aten::alias", "aten::detach", "slapo::overwritten"))
+"""Whether memory is copied depends on sizes."""
+
+
+class _Comparison(Watch):
+    """Compare a recording with the reference.
+
+    Args:
+        graph: the reference.
+        leaves: that are split.
+        ranks: that share them.
+        changed: paths of modules whose forward a step changed.
+    """
+
+    def __init__(self, graph: Graph, leaves: frozenset[Axis], ranks: int, changed: set[str]) -> None:
+        self._graph, self._leaves, self._ranks, self._changed = graph, leaves, ranks, changed
+        self._positions: dict[Call, int] = {}
+        self.running: Call | None = None
+
+    def _reference(self, call: Call) -> Call:
+        calls = self._graph.calls_of.get(call.path, ())
+        if call.number >= len(calls):
+            raise Mismatch(call, "a module is called more often than in the reference model")
+        return calls[call.number]
+
+    def after_operator(self, operator: Operator) -> None:
+        call = operator.call
+        self.running = call
+        if call.path in self._changed or not self._graph.calls_of.get(call.path) or operator.name in _COPIES:
+            return
+        reference = self._reference(call)
+        position = self._positions.get(call, 0)
+        while position < len(reference.operators) and reference.operators[position].name in _COPIES:
+            position += 1
+        self._positions[call] = position + 1
+        if position >= len(reference.operators):
+            raise Mismatch(call, f"{operator.where} does not run in the reference model")
+        expected = reference.operators[position]
+        if _ALIKE.get(operator.name, operator.name) != _ALIKE.get(expected.name, expected.name):
+            raise Mismatch(call, f"{operator.where} runs instead of {expected.where}")
+        for own, other in zip(operator.results, expected.results, strict=False):
+            self._compare(call, own, other, operator.where)
+        if operator.name not in _RESIZED and _scalars(operator) != _scalars(expected):
+            raise Mismatch(call, f"{operator.where} gets another number")
+        if operator.name in ("aten::slice", "aten::narrow") and not self._starts_alike(operator, expected):
+            raise Mismatch(call, f"{operator.where} begins at another element")
+
+    def after_call(self, call: Call) -> None:
+        reference = self._reference(call)
+        self.running = call.around
+        if len(call.outputs) != len(reference.outputs):
+            raise Mismatch(call, "a module returns another number of tensors")
+        for own, other in zip(call.outputs, reference.outputs, strict=True):
+            self._compare(call, own, other, f"the output of {type(call.module).__name__}")
+        rest = reference.operators[self._positions.get(call, 0) :]
+        if call.path not in self._changed and any(operator.name not in _COPIES for operator in rest):
+            raise Mismatch(call, "fewer operators run than in the reference model")
+
+    def _compare(self, call: Call, own: Value, other: Value, where: str) -> None:
+        expected = local_shape(other, self._leaves, self._ranks)
+        if own.shape != expected:
+            raise Mismatch(call, f"{where} gives shape {own.shape} where the shard has {expected}")
+
+    def _starts_alike(self, operator: Operator, expected: Operator) -> bool:
+        source = expected.arguments["self"]
+        dim = expected.arguments.get("dim", 0) % len(source.shape)
+        axis = source.axes[dim]
+        starts = [_start(each) for each in (operator, expected)]
+        if self._leaves.isdisjoint(axis.leaves()):
+            return starts[0] == starts[1]
+        return starts[0] == _local_start(axis, starts[1], self._leaves, self._ranks)
+
+
+def _start(operator: Operator) -> int:
+    size = operator.arguments["self"].shape[operator.arguments.get("dim", 0)]
+    start = operator.arguments.get("start") or 0
+    return min(max(start + size if start < 0 else start, 0), size)
+
+
+def _local_start(axis: Axis, start: int, leaves: frozenset[Axis], ranks: int) -> int | None:
+    """Return where an element that begins a segment lies in a shard; None within a segment."""
+    axis = axis.found()
+    if start == 0:
+        return 0
+    if axis.kind == SUM:
+        local = 0
+        for part in axis.parts:
+            if start < part.size:
+                inside = _local_start(part, start, leaves, ranks)
+                return None if inside is None else local + inside
+            start -= part.size
+            local += local_shape_of(part, leaves, ranks)
+        return local
+    if axis.kind == PRODUCT:
+        outer, *rest = axis.factors()
+        inner, local = 1, 1
+        for factor in rest:
+            inner *= factor.size
+            local *= local_shape_of(factor, leaves, ranks)
+        if start % inner:
+            return None
+        begin = _local_start(outer, start // inner, leaves, ranks)
+        return None if begin is None else begin * local
+    return None if axis in leaves else start
+
+
+def local_shape_of(axis: Axis, leaves: Iterable[Axis], ranks: int) -> int:
+    """Return a rank's number of elements of an axis."""
+    return local_shape(Value((axis.size,), None, axes=[axis]), leaves, ranks)[0]  # type: ignore[arg-type]
+
+
+def _scalars(operator: Operator) -> list[object]:
+    return [value for value in operator.arguments.values() if type(value) in (int, float, bool, str)]
+
+
+__all__ = ["LeftWhole", "Mismatch", "Trial", "apply"]

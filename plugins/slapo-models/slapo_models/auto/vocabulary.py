@@ -1,0 +1,87 @@
+"""Embeddings and heads that are split along the vocabulary, and the loss from the head's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from slapo_models.auto.candidates import Step
+from slapo_models.auto.placement import Graph, LeftWhole
+from slapo_models.auto.recording import Operator, Value
+
+_LOSSES = ("aten::_log_softmax", "aten::nll_loss_forward", "aten::cross_entropy_loss")
+
+
+def vocabularies(graph: Graph) -> Iterator[tuple[Value, list[Step] | LeftWhole]]:
+    """Yield each weight of a vocabulary with the steps that split it, or why it is left whole."""
+    heads, embeddings = _heads(graph), _embeddings(graph)
+    rows = {value.shape[0] for value in heads}
+    largest = max((value.shape[0] for value in embeddings), default=0)
+    for value in dict.fromkeys((*embeddings, *heads)):
+        own = embeddings.get(value, [])
+        if value not in heads and (value.shape[0] not in rows if rows else value.shape[0] != largest):
+            continue
+        if value not in embeddings and value.shape[0] not in {each.shape[0] for each in embeddings}:
+            continue
+        try:
+            yield value, _steps(graph, value, own, heads.get(value))
+        except LeftWhole as reason:
+            yield value, reason
+
+
+def _embeddings(graph: Graph) -> dict[Value, list[Operator]]:
+    """Return weight -> lookups by ids, of modules whose forward is one lookup."""
+    found: dict[Value, list[Operator]] = {}
+    for operator in graph.recording.operators:
+        if operator.name == "aten::embedding":
+            weight = operator.arguments["weight"]
+            if (operator.call.path, "weight") in weight.names and isinstance(operator.call.module, nn.Embedding):
+                found.setdefault(weight, []).append(operator)
+    return found
+
+
+def _heads(graph: Graph) -> dict[Value, str]:
+    """Return weight -> path of the linear layers that give logits."""
+    found: dict[Value, str] = {}
+    for call in graph.recording.calls:
+        if type(call.module) is not nn.Linear:
+            continue
+        weight = graph.recording.values[f"{call.path}.weight".lstrip(".")]
+        outputs = call.outputs[:1]
+        leaves = set(weight.axes[0].leaves())
+        is_returned = any(leaves & graph.leaves(value) for value in graph.outputs) and outputs
+        names = {operator.name for leaf in leaves for operator in graph.operators_of.get(leaf, ())}
+        if is_returned or names & set(_LOSSES):
+            found[weight] = call.path
+    return found
+
+
+def _steps(graph: Graph, value: Value, lookups: list[Operator], head: str | None) -> list[Step]:
+    for use in value.uses:
+        is_head = head is not None and use.call.path == head
+        if use not in lookups and not is_head:
+            raise LeftWhole(f"{use.where} reads it besides")
+    rows = f"its {value.shape[0]} rows"
+    paths = list(dict.fromkeys(operator.call.path for operator in lookups))
+    first = head if head is not None and not paths else paths[0]
+    found = [Step(first, "shard", ("weight",), (("axis", 0), ("pad", True)), f"{rows} are a vocabulary")]
+    for path in paths:
+        found.append(Step(path, "sync", ("fwd_post", "all_reduce"), (), "each rank looks up its own rows"))
+    if head is None:
+        return found
+    bias = graph.recording.values.get(f"{head}.bias")
+    if bias is not None:
+        path, name = bias.names[0]
+        if not paths and path == head:
+            found[0] = Step(first, "shard", (("weight", "bias"),), (("axis", 0), ("pad", True)), found[0].reason)
+        else:
+            found.append(Step(path, "shard", (name,), (("axis", 0), ("pad", True)), "it goes with the head's classes"))
+    found.append(Step(head, "sync", ("bwd_post", "all_reduce"), (), "each rank's classes see a part of the gradient"))
+    leaves = set(value.axes[0].leaves())
+    names = {operator.name for leaf in leaves for operator in graph.operators_of.get(leaf, ())}
+    if names & set(_LOSSES):
+        found.append(Step(head, "linear_cross_entropy", (), (), "its logits are read by a cross entropy"))
+    else:
+        found.append(Step(head, "sync", ("fwd_post", "all_gather"), (), "the model returns its logits"))
+    return found

@@ -1,0 +1,292 @@
+"""Options of Trainers, and kinds of schedules: log lines and predictions over ranks are those of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_runtime.launcher import run_process, run_ranks
+
+from .training_runs import accuracy, arguments, assert_equal_logs, log, model, padded, samples, schedule
+
+Options = dict[str, Any]
+Result = tuple[list[dict[str, float]], Any, dict[str, float]]
+"""Log lines, predictions, and their metrics."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, of the plain trainer on one process and of the scheduled one.
+
+    Args:
+        model: its name; T5 is trained by Seq2SeqTrainer.
+        args: of the arguments.
+        options: of the trainer.
+        steps: of accumulation, of each replica.
+        change: made to the reference model first.
+        apply: the steps of the schedule; None: those of the name.
+        rtol: of the log lines.
+    """
+
+    model: str = "llama"
+    args: Options = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+    steps: int = 1
+    change: Callable[[Any], object] = bool
+    apply: Callable[[Any], None] | None = None
+    rtol: float = 1e-9
+
+
+class Batches:
+    """Metrics of batches, which are summed until the last one."""
+
+    def __init__(self) -> None:
+        self.right = self.all = 0
+
+    def __call__(self, prediction: Any, compute_result: bool) -> dict[str, float]:
+        kept = prediction.label_ids != -100
+        self.right += int(((prediction.predictions.argmax(-1) == prediction.label_ids) & kept).sum())
+        self.all += int(kept.sum())
+        found = {"accuracy": self.right / self.all, "tokens": self.all}
+        if compute_result:
+            self.right = self.all = 0
+        return found
+
+
+def inputs_and_losses(prediction: Any) -> dict[str, float]:
+    found = {"rows": len(prediction.predictions), "inputs": float(prediction.inputs[prediction.inputs > 0].sum())}
+    return {**found, "losses": float(np.sum(prediction.losses)), "samples": len(prediction.losses)}
+
+
+def best(logits: Any, labels: Any) -> Any:
+    return torch.where(labels == -100, labels, logits.argmax(-1))
+
+
+def of_best(prediction: Any) -> dict[str, float]:
+    kept = prediction.label_ids != -100
+    return {"accuracy": float((prediction.predictions == prediction.label_ids)[kept].mean()), "tokens": int(kept.sum())}
+
+
+def generated(prediction: Any) -> dict[str, float]:
+    return {"rows": len(prediction.predictions), "sum": int(prediction.predictions.sum())}
+
+
+def shifted(batch: Any) -> Any:
+    """Pad a batch for T5 under label smoothing, which takes the labels out of it."""
+    found = padded(batch)
+    ids = found["labels"].clamp(min=0)
+    return {**found, "decoder_input_ids": torch.cat([ids.new_zeros(len(ids), 1), ids[:, :-1]], 1)}
+
+
+def even(batch: Any) -> Any:
+    """Pad to an even length, which two ranks can divide."""
+    found = padded(batch)
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    odd = found["labels"].shape[1] % 2
+    return {name: nn.functional.pad(value, (0, odd), value=fill[name]) for name, value in found.items()}
+
+
+def sequence(sch: Any) -> None:
+    """Split the sequence between the layers of a LLaMA."""
+    layers = sch["model.layers.*"]
+    for name in ("self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj"):
+        layers[name].shard("weight", axis=0)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        layers[name].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
+    layers["self_attn"].sync("fwd_pre", "all_gather", axis=1, inputs=("hidden_states",))
+    layers["mlp"].sync("fwd_pre", "all_gather", axis=1)
+    layers["*_layernorm"].sync_gradient("weight")
+    sch["model.embed_tokens"].shard("weight", axis=0, pad=True)
+    layers[0].sync("fwd_pre", "reduce_scatter", axis=1, inputs=("hidden_states",))
+    layers[-1].sync("fwd_post", "all_gather", axis=1)
+    sch["lm_head"].shard("weight", axis=0, pad=True).sync("bwd_post", "all_reduce").linear_cross_entropy()
+
+
+def kernels(sch: Any) -> None:
+    """Trace, replace, fuse and recompute all layers."""
+    import slapo_models
+
+    slapo_models.llama(sch, compiler="aot_eager", checkpoint=1.0)
+
+
+def eager(made: Any) -> None:
+    made.config._attn_implementation = "eager"
+
+
+def freeze(made: Any) -> None:
+    for module in (made.model.embed_tokens, made.model.layers[0], made.model.norm):
+        module.requires_grad_(False)
+
+
+def tie(made: Any) -> None:
+    made.config.tie_word_embeddings = True
+    made.lm_head.weight = made.model.embed_tokens.weight
+
+
+def unsplit(sch: Any) -> None:
+    """Leave all tensors whole: of replicas of replicas."""
+
+
+SMOOTH: Options = {"label_smoothing_factor": 0.1}
+ODD: Options = {"eval_dataset": samples(7, seed=8)}
+GENERATE: Options = {"predict_with_generate": True, "generation_max_length": 8}
+COMMON: dict[str, Case] = {
+    "smoothing": Case("bert", SMOOTH, ODD, 2),
+    "smoothing of causal labels": Case("llama", SMOOTH, {"eval_dataset": samples(5, seed=8)}),
+    "smoothing of T5": Case("t5", SMOOTH, {"data_collator": shifted}, 4),
+    "generation": Case("t5", GENERATE, {"compute_metrics": generated}),
+    "beams, Adafactor": Case(
+        "t5", {**GENERATE, "generation_num_beams": 2, "optim": "adafactor"}, {"compute_metrics": generated}
+    ),
+    "batches of metrics": Case("llama", {"batch_eval_metrics": True}, {**ODD, "compute_metrics": Batches()}),
+    "chosen logits": Case("gpt2", {}, {**ODD, "preprocess_logits_for_metrics": best, "compute_metrics": of_best}),
+    "inputs and losses": Case(
+        "llama", {"include_for_metrics": ["inputs", "loss"]}, {**ODD, "compute_metrics": inputs_and_losses}
+    ),
+    "workers": Case("bert", {"dataloader_num_workers": 1, "prediction_loss_only": True}, ODD),
+    "counts": Case(
+        "llama",
+        {"include_num_input_tokens_seen": "non_padding", "lr_scheduler_type": "cosine", "warmup_steps": 2},
+        {"eval_dataset": samples(1, seed=8)},
+        4,
+    ),
+    "no counts, no clipping": Case(
+        "gpt2", {"include_num_input_tokens_seen": "no", "max_grad_norm": 0.0, "optim": "sgd", "eval_on_start": True}
+    ),
+    "Adafactor": Case("llama", {"optim": "adafactor", "eval_accumulation_steps": 1}, {}, 2),
+    "one sample": Case("llama", {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}, ODD),
+    "plateau, batch finder": Case(
+        "bert",
+        {
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "metric_for_best_model": "loss",
+            "auto_find_batch_size": True,
+        },
+    ),
+    "sequence": Case("llama", {}, {"data_collator": even}, apply=sequence),
+    "sequence, smoothing": Case("llama", SMOOTH, {"data_collator": even}, 2, apply=sequence),
+    "kernels": Case("llama", {"max_steps": 2}, change=eager, apply=kernels, rtol=1e-6),  # in float64, the model is not
+    "frozen": Case("llama", {"max_grad_norm": 0.1}, {}, 2, change=freeze),
+    "tied": Case("llama", {}, {}, 2, change=tie),
+}
+OF_ONE_REPLICA: dict[str, Case] = {
+    "averages of a rank": Case("llama", {"average_tokens_across_devices": False}, {}, 4),
+    "epochs": Case("llama", {"max_steps": -1, "num_train_epochs": 2}, {**ODD, "train_dataset": samples(14, seed=7)}, 2),
+    "noise": Case("llama", {"neftune_noise_alpha": 5.0}),
+    "uneven T5": Case("t5", {}, ODD),
+}
+
+
+def make(case: Case, args: Options, directory: Path, mesh: dict[str, int] | None, fsdp: bool) -> Any:
+    """Return a trainer; ``mesh`` None: the plain one."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
+
+    from slapo_transformers import ScheduledTrainerMixin
+
+    base, arguments_of = (
+        (Seq2SeqTrainer, Seq2SeqTrainingArguments) if case.model == "t5" else (Trainer, TrainingArguments)
+    )
+    made = model(case.model)
+    case.change(made)
+    own: Options = {"model": made}
+    kind: Any = base
+    if mesh is not None:
+        if case.apply is None:
+            sch = schedule(case.model, made, mesh)
+        else:
+            sch = slapo.create_schedule(made, mesh=mesh, example_inputs=padded(samples(2, seed=3)))
+            case.apply(sch)
+        if fsdp:
+            slapo.fully_shard(sch)
+        kind, own = type("Scheduled", (ScheduledTrainerMixin, base), {}), {"schedule": sch}
+    defaults: Options = {
+        "train_dataset": samples(48, seed=2),
+        "eval_dataset": samples(8, seed=3),
+        "data_collator": padded,
+        "compute_metrics": accuracy,
+    }
+    run = kind(
+        args=arguments(directory, kind=arguments_of, **{**case.args, **args}), **{**defaults, **own, **case.options}
+    )
+    run.remove_callback(PrinterCallback)
+    return run
+
+
+def results(
+    cases: dict[str, Case], directory: Path, mesh: dict[str, int] | None, replicas: int, fsdp: bool = False
+) -> dict[str, Result]:
+    """Train, and predict seven samples, which fill no round of two replicas."""
+    found = {}
+    for name, case in cases.items():
+        steps = case.steps * (replicas if mesh is None else 1)
+        run = make(case, {"gradient_accumulation_steps": steps}, directory / name, mesh, fsdp)
+        run.train()
+        predicted = run.predict(samples(6 if case.model == "t5" else 7, seed=5))
+        run.state.log_history.append(predicted.metrics)
+        *lines, metrics = log(run)
+        found[name] = (lines, predicted.predictions, metrics)
+    return found
+
+
+def compare(cases: dict[str, Case], directory: Path, mesh: dict[str, int], *, fsdp: bool = False) -> None:
+    replicas = mesh.get("dp_replicate", 1) * mesh.get("dp", 1)
+    expected = run_process(results, cases, directory / "one", None, replicas, timeout=600)
+    world_size = replicas * mesh.get("tp", 1)
+    for of_rank in run_ranks(
+        results, cases, directory / "ranks", mesh, replicas, fsdp, world_size=world_size, timeout=600
+    ):
+        for name, (lines, predictions, metrics) in of_rank.items():
+            print(name)  # of a failure
+            rtol = cases[name].rtol
+            assert_equal_logs([*lines, metrics], [*expected[name][0], expected[name][2]], rtol)
+            torch.testing.assert_close(
+                _tensors(predictions), _tensors(expected[name][1]), rtol=10 * rtol, atol=10 * rtol
+            )
+
+
+def _tensors(predictions: Any) -> list[torch.Tensor]:
+    """Return predictions; of a model with its encoder's states, the logits alone, whose padding is not masked."""
+    if predictions is None:
+        return []
+    first = predictions[0] if isinstance(predictions, tuple) else predictions
+    return [torch.as_tensor(first)]
+
+
+SAMPLE = ("smoothing of causal labels", "beams, Adafactor")
+
+
+@pytest.mark.ranks
+def test_options_over_shards_of_replicas(tmp_path: Path) -> None:
+    compare({name: COMMON[name] for name in SAMPLE}, tmp_path, {"dp": 2, "tp": 2}, fsdp=True)
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("mesh", "fsdp"),
+    [({"tp": 2}, False), ({"dp": 2, "tp": 2}, False), ({"dp": 2, "tp": 2}, True)],
+    ids=["tp", "replicas", "shards of replicas"],
+)
+@pytest.mark.parametrize("part", range(3))
+def test_options_are_carried_out_over_ranks(part: int, mesh: dict[str, int], fsdp: bool, tmp_path: Path) -> None:
+    cases = COMMON if "dp" in mesh else {**COMMON, **OF_ONE_REPLICA}
+    compare(dict(list(cases.items())[part::3]), tmp_path, mesh, fsdp=fsdp)
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+def test_replicas_of_shards(tmp_path: Path) -> None:
+    cases = {
+        name: dataclasses.replace(COMMON[name], apply=unsplit) for name in ("smoothing of causal labels", "counts")
+    }
+    compare(cases, tmp_path, {"dp_replicate": 2, "dp": 2}, fsdp=True)
