@@ -123,7 +123,10 @@ def apply_kernels(sch: slapo.Schedule, blocks: BlockKinds, names: dict[str, str]
     """
     if not names:
         return set()
-    internals = Internals(sch)
+    internals, replaceable = Internals(sch), dict(_patterns())
+    for pattern in names:
+        if pattern not in replaceable:
+            raise ArgumentError(f"no installed pattern has the name {pattern!r}", hint="slapo patterns list")
 
     def step(path: str, name: str, note: str, **arguments: Any) -> None:
         primitive: Primitive = internals.registry.load(name, "primitives")(**arguments)
@@ -133,10 +136,6 @@ def apply_kernels(sch: slapo.Schedule, blocks: BlockKinds, names: dict[str, str]
     for path in blocks.paths:
         step(path, "graph.trace", traced, flatten=True)
     matched: set[str] = set()
-    replaceable = dict(_patterns())
-    for pattern in names:
-        if pattern not in replaceable:
-            raise ArgumentError(f"no installed pattern has the name {pattern!r}", hint="slapo patterns list")
     for pattern, reason in names.items():
         for path in blocks.paths:
             node: Any = internals.node(path)
