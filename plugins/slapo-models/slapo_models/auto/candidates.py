@@ -101,10 +101,11 @@ def prove(graph: Graph, candidate: Candidate) -> None:
 
 def _extents(graph: Graph, candidate: Candidate) -> set[int]:
     found = {leaf.size for leaf in candidate.leaves}
+    own = {leaf for member in candidate.members for leaf in graph.leaves(member)}
     for leaf in candidate.leaves:
         for operator in graph.operators_of.get(leaf, ()):
             for value in (*operator.inputs, *operator.results):
-                found |= {axis.size for axis in value.axes if leaf in axis.leaves()}
+                found |= {axis.size for axis in value.axes if leaf in axis.leaves() and own.issuperset(axis.leaves())}
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,15 @@ from slapo_core.observers import PATCHING
 from slapo_estimate.values import KnownValues, UnknownValueError, hide_fake_tensors
 from slapo_graph.tracing.fake import FakeMode
 from slapo_models.auto.axes import Axis
-from slapo_models.auto.private import TorchDispatchMode, storage_id, tree_leaves, tree_map_only
+from slapo_models.auto.private import (
+    TorchDispatchMode,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+    unset_fake_temporarily,
+)
 
+_SHORT = 64  # elements of an index whose values are kept
 PARAMETER, BUFFER, INPUT, CONSTANT, RESULT = "parameter", "buffer", "input", "constant", "result"
 
 
@@ -73,6 +81,7 @@ class Value:
         uses: operators that read it.
         axes: filled by the operators' rules.
         needs_gradient: whether a gradient flows to it.
+        numbers: the elements of a short integer tensor, where they are known.
     """
 
     shape: tuple[int, ...]
@@ -83,6 +92,7 @@ class Value:
     uses: list[Operator] = field(default_factory=list)
     axes: list[Axis] = field(default_factory=list)
     needs_gradient: bool = False
+    numbers: tuple[int, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -173,7 +183,7 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None) -> Recordi
     """Record a forward of a model on the meta device.
 
     Args:
-        model: on the meta device; its state may change.
+        model: on the meta device.
         inputs: a mapping of keyword arguments, a tuple of positional ones, or one argument.
         watch: looks at each operator and call.
     """
@@ -192,10 +202,31 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None) -> Recordi
         return made
 
     args, kwargs = arguments_of(tree_map_only(torch.Tensor, fake, inputs))
-    with mode, hide_fake_tensors(), recorder, _Collectives(recorder), PATCHING, module_calls_through(recorder.call):
+    with (
+        _unchanged(model),
+        mode,
+        hide_fake_tensors(),
+        recorder,
+        _Collectives(recorder),
+        PATCHING,
+        module_calls_through(recorder.call),
+    ):
         output = model(*args, **kwargs)
     recorder.recording.outputs = [recorder.value(leaf) for leaf in tensors_in(output)]
     return recorder.recording
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Put the attributes and buffers of modules back, which a forward may set."""
+    before = [(module, dict(vars(module)), dict(buffers_of(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            buffers_of(module).update(buffers)
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -267,11 +298,20 @@ class _Recorder(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, origin: str) -> Value:
         value = Value(tuple(tensor.shape), tensor.dtype, origin)
+        if tensor.dtype == torch.int64 and tensor.dim() == 1 and tensor.numel() <= _SHORT:
+            value.numbers = self._numbers_in(tensor)
         self._values[id(tensor)] = value
         if id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = tensor  # so that no other tensor gets its id
             self._storages.setdefault(storage_id(tensor), []).append(tensor)
         return value
+
+    def _numbers_in(self, tensor: Tensor) -> tuple[int, ...] | None:
+        known = self._known.value_of(tensor)
+        if known is None or known.is_meta:
+            return None
+        with unset_fake_temporarily():
+            return tuple(known.tolist())
 
     def value(self, tensor: Tensor) -> Value:
         """Return the value of a tensor."""
@@ -375,8 +415,6 @@ class _Recorder(TorchDispatchMode):
         """Assume that all elements of an unknown mask are true."""
         self.recording.assumptions["a mask that the forward computes is true everywhere"] = None
         assert self._known.mode is not None
-        from slapo_models.auto.private import unset_fake_temporarily
-
         with unset_fake_temporarily():
             where = torch.ones(tensor.shape, dtype=torch.bool).nonzero()
         fake = self._known.mode.from_tensor(where, static_shapes=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -25,7 +25,7 @@ NAMES = {
     "fork_rng": "tp.fork_rng",
     "linear_cross_entropy": "loss.linear_cross_entropy",
 }
-_MOST_ATTEMPTS = 64
+_MOST_ATTEMPTS = 20
 
 
 class Mismatch(Exception):  # noqa: N818 - an answer, not an error
@@ -34,11 +34,12 @@ class Mismatch(Exception):  # noqa: N818 - an answer, not an error
     Args:
         call: of the module where it differs; None outside of any.
         what: the difference.
+        expected: the operator of the reference model there.
     """
 
-    def __init__(self, call: Call | None, what: str) -> None:
+    def __init__(self, call: Call | None, what: str, expected: Operator | None = None) -> None:
         super().__init__(what)
-        self.call, self.what = call, what
+        self.call, self.what, self.expected = call, what, expected
 
 
 def apply(schedule: slapo.Schedule, step: Step, location: str | None = None) -> None:
@@ -82,6 +83,8 @@ class Trial:
             if refusal:
                 continue
             mismatch = self._run(kept)
+            if mismatch is not None and not kept:
+                return {}, failed  # the model differs from run to run
             if mismatch is not None and not self._search(mismatch, kept, steps):
                 for each in self._to_blame(mismatch, kept):
                     failed[each] = mismatch.what
@@ -129,10 +132,12 @@ class Trial:
         try:
             record(self.schedule.model, self._inputs, watch)
         except Mismatch as mismatch:
+            mismatch.expected = watch.expected(mismatch.call)
             return mismatch
         except Exception as error:  # noqa: BLE001 - whatever the model raises with wrong sizes
             text = " ".join(str(error).split())[:120]
-            return Mismatch(watch.running, f"it raises {type(error).__name__}: {text}")
+            following = watch.expected(watch.running, following=True)
+            return Mismatch(watch.running, f"it raises {type(error).__name__}: {text}", following)
         return None
 
     # -- attributes -------------------------------------------------------------------------------------------
@@ -153,30 +158,52 @@ class Trial:
         call = mismatch.call
         while call is not None:
             owners = [each for each in kept if call.path in each.placement.regions]
-            if owners and type(call.module) not in self._attributes and self._search_in(call, owners, kept, steps):
+            if owners and type(call.module) not in self._attributes and self._search_in(call, mismatch, owners, kept, steps):
                 return True
             call = call.around
         return False
 
     def _search_in(
-        self, call: Call, owners: list[Candidate], kept: list[Candidate], steps: Mapping[Candidate, list[Step]]
+        self,
+        call: Call,
+        mismatch: Mismatch,
+        owners: list[Candidate],
+        kept: list[Candidate],
+        steps: Mapping[Candidate, list[Step]],
     ) -> bool:
+        """Add the attributes one by one that bring the run further, or two at once."""
         module = self.schedule.model.get_submodule(call.path)
-        cls = type(module)
-        counts = {count for each in owners for count in each.counts}
-        for names in itertools.islice(_sets(module, counts, self._ranks), _MOST_ATTEMPTS):
-            self._attributes[cls] = names
-            self.schedule.undo(to=0)
-            failed: dict[Candidate, str] = {}
-            if self._apply(kept, steps, failed):
-                continue
-            again = self._run(kept)
-            if again is None or again.call is None or not isinstance(again.call.module, cls):
-                return True
-        del self._attributes[cls]
-        return False
+        cls, counts = type(module), {count for each in owners for count in each.counts}
+        names, chosen = _choices(module, counts, self._ranks), ()
+        reached = mismatch.expected.index if mismatch.expected is not None else -1
+        while True:
+            best: tuple[int, tuple[str, ...]] = (reached, ())
+            rest = [name for name in names if name not in chosen]
+            for number in (1, 2):
+                for added in itertools.islice(itertools.combinations(rest, number), _MOST_ATTEMPTS):
+                    self._attributes[cls] = (*chosen, *added)
+                    if self._apply(kept, steps, {}):
+                        continue
+                    after = self._run(kept)
+                    if after is None or after.call is None or not isinstance(after.call.module, cls):
+                        return True
+                    at = after.expected.index if after.expected is not None else -1
+                    if at > best[0]:
+                        best = (at, (*chosen, *added))
+                if best[1]:
+                    break
+            if not best[1]:
+                self._attributes.pop(cls, None)
+                return False
+            reached, chosen = best
 
     def _to_blame(self, mismatch: Mismatch, kept: list[Candidate]) -> list[Candidate]:
+        if mismatch.expected is not None:
+            values = (*mismatch.expected.inputs, *mismatch.expected.results)
+            leaves = {leaf for value in values for leaf in self._graph.leaves(value)}
+            found = [each for each in kept if not leaves.isdisjoint(each.leaves)]
+            if found:
+                return self._alike(found, kept)
         call = mismatch.call
         while call is not None:
             kinds = {type(call.module)}
@@ -191,6 +218,17 @@ class Trial:
         return kept
 
 
+    def _alike(self, found: list[Candidate], kept: list[Candidate]) -> list[Candidate]:
+        """Return the splits of the same tensors in repeated blocks."""
+        kinds = {_kinds(each) for each in found}
+        return [each for each in kept if _kinds(each) in kinds]
+
+
+def _kinds(candidate: Candidate) -> tuple[str, ...]:
+    paths = (".".join(filter(None, name)) for member in candidate.members for name in member.names[:1])
+    return tuple(".".join("*" if level.isdigit() else level for level in path.split(".")) for path in paths)
+
+
 def _value(module: nn.Module, name: str) -> int | None:
     owner: Any = module
     *before, own = name.split(".")
@@ -200,17 +238,18 @@ def _value(module: nn.Module, name: str) -> int | None:
     return value if type(value) is int else None
 
 
-def _sets(module: nn.Module, counts: set[int], ranks: int) -> Iterator[tuple[str, ...]]:
-    """Yield sets of attributes that the forward reads and that hold such a count, small ones first."""
+def _choices(module: nn.Module, counts: set[int], ranks: int) -> list[str]:
+    """Return the attributes that the forward reads and that hold such a count."""
     read = _names_read(type(module))
     names = [name for name, value in vars(module).items() if type(value) is int and value in counts and name in read]
     config = getattr(module, "config", None)
     if "config" in read and hasattr(config, "__dict__"):
-        names += [f"config.{name}" for name, value in vars(config).items() if type(value) is int and value in counts
-                  and name in read]  # fmt: skip
-    names = [name for name in names if (_value(module, name) or 1) % ranks == 0]
-    for size in range(1, len(names) + 1):
-        yield from itertools.combinations(names, size)
+        names += [
+            f"config.{name}"
+            for name, value in vars(config).items()
+            if type(value) is int and value in counts and name in read
+        ]
+    return [name for name in names if (_value(module, name) or 1) % ranks == 0]
 
 
 def _names_read(cls: type) -> set[str]:
@@ -251,7 +290,7 @@ _RESIZED = frozenset(
     )
 )  # fmt: skip
 _ALIKE = {"aten::_unsafe_view": "aten::view"}
-_COPIES = frozenset(("aten::clone", "aten::alias", "aten::detach", "slapo::overwritten"))
+_COPIES = frozenset(("aten::clone", "aten::alias", "aten::detach", "aten::_to_copy", "slapo::overwritten"))
 """Whether memory is copied depends on sizes."""
 
 
@@ -269,6 +308,15 @@ class _Comparison(Watch):
         self._graph, self._leaves, self._ranks, self._changed = graph, leaves, ranks, changed
         self._positions: dict[Call, int] = {}
         self.running: Call | None = None
+
+    def expected(self, call: Call | None, *, following: bool = False) -> Operator | None:
+        """Return the operator of the reference model where a call is, or the one after it."""
+        calls = self._graph.calls_of.get(call.path, ()) if call is not None else ()
+        if call is None or call.number >= len(calls):
+            return None
+        position = self._positions.get(call, 0) - (0 if following else 1)
+        operators = calls[call.number].operators
+        return operators[position] if 0 <= position < len(operators) else None
 
     def _reference(self, call: Call) -> Call:
         calls = self._graph.calls_of.get(call.path, ())
