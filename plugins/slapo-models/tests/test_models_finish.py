@@ -14,17 +14,16 @@ import slapo_models
 from slapo_core.errors import ArgumentError, FitError
 from slapo_estimate.device import DEVICES
 from slapo_estimate.reduced_model import BlockKinds
-from slapo_models.choice.kernels import CPU, paying_kernels
+from slapo_models.auto.kernels import CPU, paying_kernels
 
 WIDTH, HEADS = 32, 4
 
 
 class Block(nn.Module):
-    """Attention and RMS norm in plain operators."""
+    """Attention in plain operators."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
@@ -38,16 +37,17 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.words, self.blocks = nn.Embedding(50, WIDTH), nn.ModuleList(Block() for _ in range(blocks))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
 
 
 def batch() -> torch.Tensor:
-    return torch.randn(2, 128, WIDTH, generator=torch.Generator().manual_seed(0))
+    return torch.randint(50, (2, 128), generator=torch.Generator().manual_seed(0))
 
 
 def names(sch: slapo.Schedule) -> list[str]:

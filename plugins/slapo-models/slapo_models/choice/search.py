@@ -21,8 +21,9 @@ from slapo_estimate.composition import Layout, Prediction, memory_limit, predict
 from slapo_estimate.depth import first_samples, profile_step, run_stages, samples_of
 from slapo_estimate.device import DEVICES, DeviceSpec
 from slapo_estimate.reduced_model import BlockKinds
-from slapo_models.choice.finish import ADAMW
-from slapo_models.choice.kernels import paying_kernels
+from slapo_models.auto import auto
+from slapo_models.auto.finish import ADAMW
+from slapo_models.auto.kernels import paying_kernels
 
 MOST_TP = 8
 """Ranks along ``tp`` at most: the GPUs of a node."""
@@ -186,8 +187,6 @@ def auto_schedule(
     limit = memory_limit(memory, spec)
     blocks = BlockKinds.of(model)
     if schedule is None:
-        from slapo_models.auto import auto
-
         tell("kernels")
         sample = first_samples(example_inputs, 1)
         found = paying_kernels(model, blocks, sample, spec, loss) if kernels and blocks.paths else None
