@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.errors import ArgumentError, FitError, PreconditionError, SlapoError
+from slapo_core.errors import ArgumentError, EstimateError, FitError, PreconditionError, SlapoError
 from slapo_estimate.composition import Layout, Prediction, memory_limit, predict, text_of_bytes
 from slapo_estimate.depth import first_samples, profile_step, run_stages, samples_of
 from slapo_estimate.device import DEVICES, DeviceSpec
-from slapo_estimate.reduced_model import BlockKinds
+from slapo_estimate.reduced_model import KEPT, BlockKinds
 from slapo_models.auto import auto
 from slapo_models.auto.finish import ADAMW
 from slapo_models.auto.kernels import paying_kernels
@@ -191,7 +191,7 @@ def auto_schedule(
         sample = first_samples(example_inputs, 1)
         found = paying_kernels(model, blocks, sample, spec, loss) if kernels and blocks.paths else None
         schedule = functools.partial(auto, kernels=tuple(found.chosen) if found is not None else False)
-    search = _Search(model, blocks, example_inputs, devices, limit, spec, optimizer, loss, schedule, tell)
+    search = Search(model, blocks, example_inputs, devices, limit, spec, optimizer, loss, schedule, tell)
     candidates = search.candidates()
     if not candidates:
         raise FitError(
@@ -237,7 +237,7 @@ def _device(device: DeviceSpec | str) -> DeviceSpec:
 
 
 @dataclass
-class _Search:
+class Search:
     """The candidates of one model."""
 
     model: nn.Module
@@ -252,6 +252,7 @@ class _Search:
     tell: Callable[[str], None]
     refused: list[tuple[str, str]] = field(default_factory=list)
     least: int | None = None
+    kept: int | None = KEPT
 
     def __post_init__(self) -> None:
         if not self.blocks.paths:
@@ -266,7 +267,15 @@ class _Search:
 
     def candidates(self) -> list[Candidate]:
         """Return the best candidate of each mesh that fits, the best first."""
-        found: list[Candidate] = []
+        best: dict[Layout, Candidate] = {}
+        for each in self.every():
+            key = replace(each.layout, microbatches=1)
+            best[key] = min(best.get(key, each), each, key=lambda one: (one.prediction.time, one.steps))
+        best_first = ordered(list(best.values()))
+        return self._that_run(best_first) if best_first and best_first[0].layout.pp > 1 else best_first
+
+    def every(self) -> Iterator[Candidate]:
+        """Yield each mesh with each number of micro-batches that fits; record the meshes of which none does."""
         unsplit: int | None = None
         for tp in (size for size in divisors(self.devices) if size <= MOST_TP):
             profiles = self._profiles(tp)
@@ -278,12 +287,10 @@ class _Search:
                 self.refused.append((f"tp={tp}", "no parameter is split over tp"))
                 continue
             unsplit = parameters if tp == 1 else unsplit
-            found += self._with(tp, profiles)
-        best_first = ordered(found)
-        return self._that_run(best_first) if best_first and best_first[0].layout.pp > 1 else best_first
+            yield from self._with(tp, profiles)
 
     def _with(self, tp: int, profiles: list[Any]) -> Iterator[Candidate]:
-        """Yield the best candidate of each mesh with ``tp``."""
+        """Yield the candidates with ``tp``."""
         for pp in divisors(self.devices // tp):
             if pp > len(self.blocks.paths):
                 break
@@ -295,9 +302,8 @@ class _Search:
             for shards in (False, True)[: 1 + (dp > 1)]:
                 tried = [self._candidate(tp, pp, dp, shards, size, profiles) for size in divisors(self.samples // dp)]
                 fitting = [candidate for candidate in tried if candidate is not None]
-                if fitting:
-                    yield min(fitting, key=lambda each: (each.prediction.time, each.steps))
-                else:
+                yield from fitting
+                if not fitting:
                     self._refuse(name, tp, pp, dp, shards, profiles)
 
     def _candidate(
@@ -322,7 +328,7 @@ class _Search:
 
     def _profiles(self, tp: int) -> list[Any] | None:
         """Return profiles of micro-batches, the smallest first; None if the steps are refused."""
-        largest = max(size for size in self.sizes if size <= _LARGEST)
+        largest = largest_profiled(self.sizes)
         try:
             profiles = [self._profile(tp, size) for size in dict.fromkeys((1, largest))]
             between = [size for size in self.sizes if 1 < size < largest]
@@ -341,16 +347,27 @@ class _Search:
             self.apply(sch)
             self._steps = len({(record.primitive.name, record.path.rpartition(".")[2]) for record in sch.records})
 
-        return profile_step(
-            self.model,
-            self.blocks,
-            counted,
-            first_samples(self.batch, size),
-            mesh={"tp": tp},
-            device=self.device,
-            optimizer=self.optimizer,
-            loss=self.loss,
-        )
+        def profiled() -> Any:
+            return profile_step(
+                self.model,
+                self.blocks,
+                counted,
+                first_samples(self.batch, size),
+                mesh={"tp": tp},
+                device=self.device,
+                optimizer=self.optimizer,
+                loss=self.loss,
+                kept=self.kept,
+            )
+
+        try:
+            return profiled()
+        except EstimateError:
+            if self.kept is None:
+                raise
+            self.kept = None  # it may count its blocks by itself
+            self.tell(f"tp={tp}, micro-batches of {size}, with all blocks")
+            return profiled()
 
     def _that_run(self, candidates: list[Candidate]) -> list[Candidate]:
         """Drop candidates with stages if the model cannot be cut between its blocks."""
@@ -381,6 +398,11 @@ def ordered(candidates: list[Candidate]) -> list[Candidate]:
     near = [each for each in by_time if each.prediction.time <= by_time[0].prediction.time * (1 + _TIE)]
     best = min(near, key=lambda each: (each.steps, each.prediction.time))
     return [best, *(each for each in by_time if each is not best)]
+
+
+def largest_profiled(sizes: list[int]) -> int:
+    """Return the size of the largest profiled micro-batch, of ascending sizes from 1 on: a line needs two."""
+    return max([size for size in sizes if size <= _LARGEST][1:] or sizes[:2])
 
 
 def _gain(small: Any, large: Any) -> float:
