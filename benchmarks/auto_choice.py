@@ -25,6 +25,7 @@ from torch import nn
 
 import slapo_core as slapo
 import slapo_models
+from slapo_estimate.block_profile import StepProfile
 from slapo_estimate.depth import first_samples
 from slapo_estimate.device import DeviceSpec
 from slapo_estimate.device_benchmark import measure_device
@@ -102,12 +103,15 @@ def measured(name: str, candidates: list[Candidate], cpu_time: bool) -> list[flo
     return found
 
 
-def quality(name: str, ranks: int, device: DeviceSpec, *, cpu_time: bool) -> dict[str, Any]:
+def quality(
+    name: str, ranks: int, device: DeviceSpec, known: dict[tuple[int, int], StepProfile], *, cpu_time: bool
+) -> dict[str, Any]:
+    """Predict all points, and measure them in that order."""
     with torch.device("meta"):
         model = MODELS[name]()
     tell: Callable[[str], None] = print
     apply = functools.partial(steps, name=name)
-    search = Search(model, BlockKinds.of(model), batch(), ranks, None, device, ADAMW, None, apply, tell)
+    search = Search(model, BlockKinds.of(model), batch(), ranks, None, device, ADAMW, None, apply, tell, known=known)
     candidates = sorted(search.every(), key=lambda each: (each.prediction.time, each.steps))
     seconds = run_ranks(measured, name, candidates, cpu_time, world_size=ranks, timeout=1500.0)[0]
     best, tenth = min(seconds), max(1, math.ceil(len(seconds) / 10))
@@ -139,9 +143,14 @@ def main() -> None:
     given = parser.parse_args()
     device = measure_device(ranks=2, dtypes=["float32"], tell=print)
     results: list[dict[str, Any]] = []
+    known: dict[str, dict[tuple[int, int], StepProfile]] = {name: {} for name in MODELS}
     for ranks in given.ranks:
         for name in given.models:
-            found = {"model": name, "ranks": ranks, **quality(name, ranks, device, cpu_time=given.cpu_time)}
+            found = {
+                "model": name,
+                "ranks": ranks,
+                **quality(name, ranks, device, known[name], cpu_time=given.cpu_time),
+            }
             results.append(found)
             print(name, ranks, {key: value for key, value in found.items() if key != "measured"}, flush=True)
             clock = "processor time of all ranks" if given.cpu_time else "time of the slowest rank"

@@ -118,13 +118,13 @@ def run_stages(
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> None:
-    """Cut a reduced model after its first block, and simulate a step of both stages.
+    """Cut a reduced model after its first block, and simulate a step of two micro-batches on the first stage.
 
     Args:
         model: only read.
         blocks: its blocks.
         apply: applies steps to the schedule of the reduced model.
-        batch: one micro-batch.
+        batch: two micro-batches.
         tp: ranks along ``tp``.
         optimizer: as for :func:`slapo_core.build`.
         loss: as for :func:`slapo_core.build`.
@@ -135,8 +135,9 @@ def run_stages(
     reduced = reduce_model(model, blocks)
     move_to_meta([reduced.model])
     mesh = {"pp": 2, "tp": tp}
-    schedule = create_schedule(reduced.model, mesh=mesh, example_inputs=batch)
+    micro = first_samples(batch, samples_of(batch) // 2)
+    schedule = create_schedule(reduced.model, mesh=mesh, example_inputs=micro)
     apply(schedule)
     node: Any = schedule[reduced.paths[0]]
     node.pipeline_split()
-    estimate_source(of_schedule(schedule), batch, mesh=mesh, rank=0, optimizer=optimizer, loss=loss, microbatches=1)
+    estimate_source(of_schedule(schedule), batch, mesh=mesh, rank=0, optimizer=optimizer, loss=loss, microbatches=2)

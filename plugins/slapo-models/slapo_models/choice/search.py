@@ -17,6 +17,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError, EstimateError, FitError, PreconditionError, SlapoError
+from slapo_estimate.block_profile import StepProfile
 from slapo_estimate.composition import Layout, Prediction, memory_limit, predict, text_of_bytes
 from slapo_estimate.depth import first_samples, profile_step, run_stages, samples_of
 from slapo_estimate.device import DEVICES, DeviceSpec
@@ -238,7 +239,24 @@ def _device(device: DeviceSpec | str) -> DeviceSpec:
 
 @dataclass
 class Search:
-    """The candidates of one model."""
+    """The candidates of one model.
+
+    Args:
+        model: only read.
+        blocks: its repeated blocks.
+        batch: of a step of all replicas.
+        devices: number of ranks.
+        limit: bytes of a device; None for no limit.
+        device: by which time is predicted.
+        optimizer: as for :func:`slapo_core.build`.
+        loss: as for :func:`slapo_core.build`.
+        apply: applies the steps for ``tp``.
+        tell: is called with each part of the work.
+        refused: meshes that do not fit or run, and the reasons.
+        least: the least bytes of a mesh that does not fit.
+        kept: simulated blocks of each kind; None for all.
+        known: profiles by ``tp`` and samples.
+    """
 
     model: nn.Module
     blocks: BlockKinds
@@ -253,6 +271,7 @@ class Search:
     refused: list[tuple[str, str]] = field(default_factory=list)
     least: int | None = None
     kept: int | None = KEPT
+    known: dict[tuple[int, int], StepProfile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.blocks.paths:
@@ -289,7 +308,7 @@ class Search:
             unsplit = parameters if tp == 1 else unsplit
             yield from self._with(tp, profiles)
 
-    def _with(self, tp: int, profiles: list[Any]) -> Iterator[Candidate]:
+    def _with(self, tp: int, profiles: list[StepProfile]) -> Iterator[Candidate]:
         """Yield the candidates with ``tp``."""
         for pp in divisors(self.devices // tp):
             if pp > len(self.blocks.paths):
@@ -300,14 +319,18 @@ class Search:
                 self.refused.append((name, f"the {self.samples} samples of a step are not divisible by dp={dp}"))
                 continue
             for shards in (False, True)[: 1 + (dp > 1)]:
-                tried = [self._candidate(tp, pp, dp, shards, size, profiles) for size in divisors(self.samples // dp)]
+                sizes = [size for size in divisors(self.samples // dp) if pp == 1 or self.samples // dp // size >= pp]
+                if not sizes:
+                    self.refused.append((name, f"{self.samples // dp} samples of a replica are fewer than its stages"))
+                    break
+                tried = [self._candidate(tp, pp, dp, shards, size, profiles) for size in sizes]
                 fitting = [candidate for candidate in tried if candidate is not None]
                 yield from fitting
                 if not fitting:
                     self._refuse(name, tp, pp, dp, shards, profiles)
 
     def _candidate(
-        self, tp: int, pp: int, dp: int, shards: bool, size: int, profiles: list[Any], *, bounded: bool = True
+        self, tp: int, pp: int, dp: int, shards: bool, size: int, profiles: list[StepProfile], *, bounded: bool = True
     ) -> Candidate | None:
         layout = Layout(tp, pp, dp, shards, self.samples // dp // size)
         limit = self.limit if bounded else None
@@ -317,7 +340,7 @@ class Search:
         steps = self._steps * (tp > 1) + len(layout.options) + len(predicted.cuts) + bool(predicted.checkpointed)
         return Candidate(layout, size, predicted, steps)
 
-    def _refuse(self, name: str, tp: int, pp: int, dp: int, shards: bool, profiles: list[Any]) -> None:
+    def _refuse(self, name: str, tp: int, pp: int, dp: int, shards: bool, profiles: list[StepProfile]) -> None:
         """Record how much memory a mesh needs at least without checkpoints."""
         smallest = self._candidate(tp, pp, dp, shards, 1, profiles, bounded=False)
         assert smallest is not None
@@ -326,7 +349,7 @@ class Search:
         what = "shards" if shards else "replicas"
         self.refused.append((name + f" ({what})" * (dp > 1), f"{text_of_bytes(needed)} without checkpoints"))
 
-    def _profiles(self, tp: int) -> list[Any] | None:
+    def _profiles(self, tp: int) -> list[StepProfile] | None:
         """Return profiles of micro-batches, the smallest first; None if the steps are refused."""
         largest = largest_profiled(self.sizes)
         try:
@@ -340,14 +363,16 @@ class Search:
             return None
         return profiles
 
-    def _profile(self, tp: int, size: int) -> Any:
+    def _profile(self, tp: int, size: int) -> StepProfile:
+        if (tp, size) in self.known:
+            return self.known[tp, size]
         self.tell(f"tp={tp}, micro-batches of {size}")
 
         def counted(sch: slapo.Schedule) -> None:
             self.apply(sch)
             self._steps = len({(record.primitive.name, record.path.rpartition(".")[2]) for record in sch.records})
 
-        def profiled() -> Any:
+        def profiled() -> StepProfile:
             return profile_step(
                 self.model,
                 self.blocks,
@@ -361,13 +386,14 @@ class Search:
             )
 
         try:
-            return profiled()
+            self.known[tp, size] = profiled()
         except EstimateError:
             if self.kept is None:
                 raise
             self.kept = None  # it may count its blocks by itself
             self.tell(f"tp={tp}, micro-batches of {size}, with all blocks")
-            return profiled()
+            self.known[tp, size] = profiled()
+        return self.known[tp, size]
 
     def _that_run(self, candidates: list[Candidate]) -> list[Candidate]:
         """Drop candidates with stages if the model cannot be cut between its blocks."""
@@ -378,7 +404,7 @@ class Search:
                 self.model,
                 self.blocks,
                 self.apply,
-                first_samples(self.batch, best.samples),
+                first_samples(self.batch, 2 * best.samples),
                 tp=best.layout.tp,
                 optimizer=self.optimizer,
                 loss=self.loss,
@@ -405,12 +431,12 @@ def largest_profiled(sizes: list[int]) -> int:
     return max([size for size in sizes if size <= _LARGEST][1:] or sizes[:2])
 
 
-def _gain(small: Any, large: Any) -> float:
+def _gain(small: StepProfile, large: StepProfile) -> float:
     """Return the relative gain of seconds per sample in the larger micro-batch."""
     return float(1 - (large.seconds / large.samples) / (small.seconds / small.samples))
 
 
-def _at(profiles: list[Any], size: int) -> Any:
+def _at(profiles: list[StepProfile], size: int) -> StepProfile:
     """Return the profile of a size: measured, or on the line through the two nearest ones."""
     exact = next((profile for profile in profiles if profile.samples == size), None)
     if exact is not None or len(profiles) == 1:
