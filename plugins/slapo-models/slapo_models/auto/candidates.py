@@ -183,8 +183,12 @@ def steps(candidate: Candidate) -> list[Step]:
     for path, positions in placement.sums.items():
         options = [("outputs", positions)] if positions else []
         found.append(Step(path, "sync", ("fwd_post", "all_reduce"), tuple(options), "its output is a partial sum"))
+    summed: dict[str, list[str]] = {}
     for path, name in placement.parameters:
-        found.append(Step(path, "sync_gradient", (name,), (), "it is on every rank and sees a shard"))
+        summed.setdefault(path, []).append(name)
+    for path, names in summed.items():
+        given = names[0] if len(names) == 1 else tuple(sorted(names, reverse=True))
+        found.append(Step(path, "sync_gradient", (given,), (), "it is on every rank and sees a shard"))
     for path in placement.streams:
         found.append(Step(path, "fork_rng", (), (), "it uses the RNG on a shard"))
     return found

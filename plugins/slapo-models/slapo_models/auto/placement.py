@@ -85,10 +85,12 @@ _LINEAR = frozenset(
     f"aten::{name}"
     for name in (
         "view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "clone", "_to_copy",
-        "alias", "slice", "select", "split", "split_with_sizes", "unbind", "sum", "mean", "neg", "index", "index_select",
-        "unflatten", "reshape", "view_copy", "gather", "constant_pad_nd", "repeat",
+        "alias", "slice", "select", "split", "split_with_sizes", "unbind", "sum", "mean", "neg", "index",
+        "index_select", "unflatten", "reshape", "view_copy", "gather", "constant_pad_nd", "repeat",
     )
 )  # fmt: skip
+COPIES = frozenset(("aten::clone", "aten::alias", "aten::detach", "aten::_to_copy", "slapo::overwritten"))
+"""Whether memory is copied depends on sizes."""
 _FAR = 5000
 _SCALED = frozenset(f"aten::{name}" for name in ("mul", "mul_", "div", "div_"))
 _ADDED = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "cat", "stack"))

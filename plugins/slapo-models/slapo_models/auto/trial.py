@@ -14,8 +14,9 @@ from slapo_core.errors import SlapoError
 from slapo_core.internals import Internals
 from slapo_models.auto.axes import PRODUCT, SUM, Axis
 from slapo_models.auto.candidates import Candidate, Step, local_shape
-from slapo_models.auto.placement import Graph, LeftWhole
+from slapo_models.auto.placement import COPIES, Graph, LeftWhole
 from slapo_models.auto.recording import Call, Operator, Value, Watch, record, without_memory
+from slapo_models.auto.situations import Situation
 
 NAMES = {
     "shard": "tp.shard",
@@ -57,11 +58,14 @@ class Trial:
         mesh: the sizes of the mesh.
         inputs: one batch.
         graph: the reference recording.
+        others: further situations to run.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mapping[str, int], inputs: Any, graph: Graph) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mapping[str, int], inputs: Any, graph: Graph, others: Sequence[Situation]
+    ) -> None:
         self.schedule = slapo.create_schedule(without_memory(model), mesh=slapo.Mesh(mesh))
-        self._inputs, self._graph, self._ranks = inputs, graph, mesh["tp"]
+        self._inputs, self._graph, self._ranks, self._others = inputs, graph, mesh["tp"], others
         self._attributes: dict[type, tuple[str, ...]] = {}
 
     def settle(
@@ -91,7 +95,7 @@ class Trial:
                 continue
             if mismatch is not None:
                 continue
-            attributes = {each: self._attribute_steps(each) for each in kept}
+            attributes = self._attribute_steps(kept)
             if self._finish(kept, steps, failed):
                 self.schedule.undo(to=0)
                 return attributes, failed
@@ -101,13 +105,14 @@ class Trial:
     ) -> bool:
         self.schedule.undo(to=0)
         refused = False
+        attributes = self._attribute_steps(kept)
         for each in kept:
             own = [step for step in steps[each] if step.name == "shard"]
             try:
-                for step in (*own, *self._attribute_steps(each)):
+                for step in (*own, *attributes[each]):
                     apply(self.schedule, step)
             except SlapoError as error:
-                failed[each] = error.message
+                failed[each] = " ".join(error.message.split())
                 refused = True
         return refused
 
@@ -122,15 +127,24 @@ class Trial:
                     if step.name != "shard":
                         apply(self.schedule, step)
             except SlapoError as error:
-                failed[each] = error.message
+                failed[each] = " ".join(error.message.split())
         return len(failed) == before
 
     def _run(self, kept: list[Candidate]) -> Mismatch | None:
+        """Run in every situation; return the first difference."""
         leaves = frozenset(leaf for each in kept for leaf in each.leaves)
+        found = self._run_in(self._graph, self._inputs, leaves, training=True)
+        for other in self._others:
+            if found is None:
+                leaves = frozenset(leaf for each in kept for leaf in other.leaves[each])
+                found = self._run_in(other.graph, other.inputs, leaves, training=other.training)
+        return found
+
+    def _run_in(self, graph: Graph, inputs: Any, leaves: frozenset[Axis], *, training: bool) -> Mismatch | None:
         changed = {record.path for record in self.schedule.records if record.name == "tp.shard"}
-        watch = _Comparison(self._graph, leaves, self._ranks, changed)
+        watch = _Comparison(graph, leaves, self._ranks, changed)
         try:
-            record(self.schedule.model, self._inputs, watch)
+            record(self.schedule.model, inputs, watch, training=training)
         except Mismatch as mismatch:
             mismatch.expected = watch.expected(mismatch.call)
             return mismatch
@@ -142,15 +156,19 @@ class Trial:
 
     # -- attributes -------------------------------------------------------------------------------------------
 
-    def _attribute_steps(self, candidate: Candidate) -> list[Step]:
-        found = []
-        for path in candidate.placement.regions:
-            names = self._attributes.get(type(self.schedule.model.get_submodule(path)), ())
-            module = self.schedule.model.get_submodule(path)
-            own = tuple(name for name in names if _value(module, name) is not None)
-            if own:
+    def _attribute_steps(self, kept: Sequence[Candidate]) -> dict[Candidate, list[Step]]:
+        """Return the steps for attributes, each module's with the first split that needs them."""
+        found: dict[Candidate, list[Step]] = {each: [] for each in kept}
+        seen: set[str] = set()
+        for each in kept:
+            for path in each.placement.regions:
+                module = self.schedule.model.get_submodule(path)
+                own = tuple(name for name in self._attributes.get(type(module), ()) if _value(module, name) is not None)
+                if not own or path in seen:
+                    continue
+                seen.add(path)
                 reason = f"its forward reads {' and '.join(own)} as the extent of a shard"
-                found.append(Step(path, "shard_attribute", (own[0] if len(own) == 1 else own,), (), reason))
+                found[each].append(Step(path, "shard_attribute", (own[0] if len(own) == 1 else own,), (), reason))
         return found
 
     def _search(self, mismatch: Mismatch, kept: list[Candidate], steps: Mapping[Candidate, list[Step]]) -> bool:
@@ -158,7 +176,11 @@ class Trial:
         call = mismatch.call
         while call is not None:
             owners = [each for each in kept if call.path in each.placement.regions]
-            if owners and type(call.module) not in self._attributes and self._search_in(call, mismatch, owners, kept, steps):
+            if (
+                owners
+                and type(call.module) not in self._attributes
+                and self._search_in(call, mismatch, owners, kept, steps)
+            ):
                 return True
             call = call.around
         return False
@@ -174,7 +196,8 @@ class Trial:
         """Add the attributes one by one that bring the run further, or two at once."""
         module = self.schedule.model.get_submodule(call.path)
         cls, counts = type(module), {count for each in owners for count in each.counts}
-        names, chosen = _choices(module, counts, self._ranks), ()
+        names = _choices(module, counts, self._ranks)
+        chosen: tuple[str, ...] = ()
         reached = mismatch.expected.index if mismatch.expected is not None else -1
         while True:
             best: tuple[int, tuple[str, ...]] = (reached, ())
@@ -216,7 +239,6 @@ class Trial:
                 return found
             call = call.around
         return kept
-
 
     def _alike(self, found: list[Candidate], kept: list[Candidate]) -> list[Candidate]:
         """Return the splits of the same tensors in repeated blocks."""
@@ -284,14 +306,12 @@ def _names_read(cls: type) -> set[str]:
 _RESIZED = frozenset(
     f"aten::{name}"
     for name in (
-        "view", "_unsafe_view", "expand", "repeat", "reshape", "zeros", "ones", "empty", "full", "new_zeros", "new_ones",
-        "new_full", "new_empty", "split", "split_with_sizes", "slice", "rand", "randn", "empty_strided", "as_strided",
-        "_reshape_alias", "unflatten", "new_empty_strided", "native_layer_norm", "convolution", "narrow",
+        "view", "_unsafe_view", "expand", "repeat", "reshape", "zeros", "ones", "empty", "full", "new_zeros",
+        "new_ones", "new_full", "new_empty", "split", "split_with_sizes", "slice", "rand", "randn", "empty_strided",
+        "as_strided", "_reshape_alias", "unflatten", "new_empty_strided", "native_layer_norm", "convolution", "narrow",
     )
 )  # fmt: skip
 _ALIKE = {"aten::_unsafe_view": "aten::view"}
-_COPIES = frozenset(("aten::clone", "aten::alias", "aten::detach", "aten::_to_copy", "slapo::overwritten"))
-"""Whether memory is copied depends on sizes."""
 
 
 class _Comparison(Watch):
@@ -327,11 +347,11 @@ class _Comparison(Watch):
     def after_operator(self, operator: Operator) -> None:
         call = operator.call
         self.running = call
-        if call.path in self._changed or not self._graph.calls_of.get(call.path) or operator.name in _COPIES:
+        if call.path in self._changed or not self._graph.calls_of.get(call.path) or operator.name in COPIES:
             return
         reference = self._reference(call)
         position = self._positions.get(call, 0)
-        while position < len(reference.operators) and reference.operators[position].name in _COPIES:
+        while position < len(reference.operators) and reference.operators[position].name in COPIES:
             position += 1
         self._positions[call] = position + 1
         if position >= len(reference.operators):
@@ -354,7 +374,7 @@ class _Comparison(Watch):
         for own, other in zip(call.outputs, reference.outputs, strict=True):
             self._compare(call, own, other, f"the output of {type(call.module).__name__}")
         rest = reference.operators[self._positions.get(call, 0) :]
-        if call.path not in self._changed and any(operator.name not in _COPIES for operator in rest):
+        if call.path not in self._changed and any(operator.name not in COPIES for operator in rest):
             raise Mismatch(call, "fewer operators run than in the reference model")
 
     def _compare(self, call: Call, own: Value, other: Value, where: str) -> None:
