@@ -10,6 +10,7 @@ from slapo_core.errors import ArgumentError, SlapoError
 from slapo_core.internals import caller_location
 from slapo_models.auto.axes import Axis
 from slapo_models.auto.candidates import Candidate, Step, candidates, prove, steps
+from slapo_models.auto.finish import finish
 from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Recording, Value, record, without_memory
@@ -17,7 +18,6 @@ from slapo_models.auto.report import AutoReport
 from slapo_models.auto.situations import further_situations
 from slapo_models.auto.trial import Trial, apply
 from slapo_models.auto.vocabulary import vocabularies
-from slapo_models.choice.finish import finish
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +42,9 @@ def schedule_automatically(
     if sequence_parallel:
         raise ArgumentError("sequence_parallel=True is not supported yet", hint="leave it out")
     report = split_tensors(sch, inputs)
-    return replace(report, notes=(*report.notes, *finish(sch, inputs, memory=memory, kernels=kernels)))
+    return replace(
+        report, notes=(*report.notes, *finish(sch, inputs, split=split_tensors, memory=memory, kernels=kernels))
+    )
 
 
 def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
