@@ -159,19 +159,22 @@ def adapters(sch: Any) -> None:
     base["lm_head"].sync("bwd_post", "all_reduce").linear_cross_entropy()
 
 
-class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
-    """Samples without a length."""
-
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        return iter(samples(48, seed=2))
-
-
 def float32(made: Any) -> Any:
     return made.float()
 
 
 def unsplit(sch: Any) -> None:
     """Leave all tensors whole: of replicas of replicas."""
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Samples without a length, which accelerate by itself would send from the first rank."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.rows = samples(count, seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
 
 
 SMOOTH: Options = {"label_smoothing_factor": 0.1}
@@ -231,7 +234,7 @@ COMMON: dict[str, Case] = {
     "kernels": Case("llama", {"max_steps": 2}, change=eager, apply=kernels, rtol=1e-6),  # in float64, the model is not
     "frozen": Case("llama", {"max_grad_norm": 0.1}, {}, 2, change=freeze),
     "adapters": Case("llama", {**SMOOTH, "max_grad_norm": 0.01}, ODD, 2, change=adapt, apply=adapters),
-    "stream": Case("llama", {}, {"train_dataset": Stream()}, 2),
+    "streams": Case("llama", {}, {"train_dataset": Stream(48, seed=2), "eval_dataset": Stream(8, seed=3)}, 2),
     "bfloat16": Case("llama", {"bf16": True, "max_steps": 2}, change=float32, rtol=2e-2),
     "tied": Case("llama", {}, {}, 2, change=tie),
 }
