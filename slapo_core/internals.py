@@ -32,6 +32,7 @@ from slapo_core.schedule.records import (
     primitive_to_json,
 )
 from slapo_core.schedule.scheduled_copy import ScheduledCopy
+from slapo_core.schedule.scheduled_models import has_steps
 from slapo_core.schedule.transaction import Step
 from slapo_core.tree import copies, forward as forwards, index as module_index, journal
 from slapo_core.tree.edit import Edit
@@ -65,6 +66,7 @@ __all__ = [
     "fold_numbers",
     "fold_paths",
     "forwards",
+    "has_steps",
     "hooks_of",
     "is_data_pointer_error",
     "journal",

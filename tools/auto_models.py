@@ -139,8 +139,8 @@ def render(rows: Sequence[Judgment], schedule: str) -> str:
 def _meaning() -> list[str]:
     return [
         "- **tp n**: elements of weights that are split over n ranks, of all parameters with two axes or more in",
-        "  repeated blocks (routers, latent projections, convolutions too). The number is shown where on every rank,",
-        "  in float64, without dropout, everything is the reference model's: gathered parameters; in training the",
+        "  repeated blocks that get a gradient (routers and others too). The number is shown where everything on every",
+        "  rank, in float64 and without dropout, is the reference model's: gathered parameters; in training the",
         "  outputs, all gradients (of parameters and inputs) and buffers at three sizes, one of them a single row;",
         "  the loss from labels and its gradients; outputs in evaluation, also with padding and from a cache; the",
         "  parameters after three steps of AdamW. Experts whose products know no float64 are compared in float32. The",

@@ -8,21 +8,39 @@ from __future__ import annotations
 import pytest
 
 from slapo_runtime.launcher import preload_modules, run_ranks
-from tests.integration.zoo.automatic import plant_on_ranks
+from tests.integration.zoo.automatic import judge_on_ranks, plant_on_ranks
+from tests.support.trap_models import TRAP_MODELS
+from tests.tiers import sampled
 
-PLANTED = ("causal: qwen3", "causal: gpt2")
+SPLIT = sampled(("causal: llama", "causal: bloom", "other: t5", "causal: mixtral", "odd: packed by groups"))
+TRAPS = sampled([f"trap: {name}" for name in TRAP_MODELS], 8)
+PLANTED = (
+    "causal: qwen3", "causal: gpt2", "causal: falcon", "causal: opt", "causal: gemma2", "causal: gpt_neox",
+    "causal: phi3", "causal: mixtral", "other: bert", "other: bart",
+)  # fmt: skip
 
 preload_modules("tests.integration.zoo.automatic")
-preload_modules(*(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "gpt2")))
+preload_modules(
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral", "t5", "qwen3", "gpt2"))
+)
+
+
+@pytest.mark.ranks
+def test_an_automatic_schedule_splits_what_it_should_and_changes_no_number() -> None:
+    answers = run_ranks(judge_on_ranks, (*SPLIT, *TRAPS), "auto", world_size=2, timeout=300)
+    for found in zip(*answers, strict=True):
+        assert [(one.name, one.result) for one in found] == [(found[0].name, "equal")] * 2
+    for one in answers[0]:
+        assert one.name not in SPLIT or one.share >= 0.75, one
+        assert not one.name.startswith("causal: ") or max(one.collectives[:2]) <= 2, one
 
 
 @pytest.mark.ranks
 def test_the_comparison_sees_each_step_that_is_left_out() -> None:
-    answers = run_ranks(plant_on_ranks, PLANTED, "names", world_size=2, timeout=300)
-    kinds = {kind for found in answers[0].values() for kind in found}
-    assert kinds == {"tp.sync", "tp.sync_gradient", "tp.shard_attribute", "tp.shard"}
+    answers = run_ranks(plant_on_ranks, sampled(PLANTED, 5), "auto", world_size=2, timeout=300)
     for number, rank in enumerate(answers):
         for name, found in rank.items():
+            assert {"tp.sync", "tp.shard"} <= set(found), name
             assert all(result.startswith(("seen: ", "refused: ")) for result in found.values()), (number, name, found)
     seen = [kind for found in answers[0].values() for kind, result in found.items() if result.startswith("seen: ")]
     assert {"tp.sync", "tp.sync_gradient"} <= set(seen)

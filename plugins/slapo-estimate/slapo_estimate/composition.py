@@ -243,6 +243,8 @@ class _Stage:
             if layout.dp > 1:
                 busy += self._exchange()
         tensors = sum(region.tensors for region in self._regions)
+        added = 3 * self._trained / self._device.bandwidth + tensors * self._device.launch  # to earlier gradients
+        busy += (layout.microbatches - 1) * added
         return busy + self._trained / self._shards * profile.optimizer_bytes + tensors * profile.optimizer_tensors
 
     def _messages(self) -> float:

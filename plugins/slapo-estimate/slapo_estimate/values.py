@@ -66,7 +66,7 @@ class KnownValues:
 
     def copy_value(self, tensor: torch.Tensor, to: torch.Tensor) -> None:
         """Copy the value of ``tensor`` to ``to``."""
-        value = self._value(tensor)
+        value = self.value_of(tensor)
         if value is not None:
             self.set_value(to, value.detach().clone())
 
@@ -132,7 +132,7 @@ class KnownValues:
             positions: list[Any] = []
             for index in args[1]:
                 if index is not None and index.dtype in (torch.bool, torch.uint8):
-                    known = self._value(index)
+                    known = self.value_of(index)
                     if known is None:
                         raise UnknownValueError(str(func))
                     with unset_fake_temporarily():
@@ -149,7 +149,8 @@ class KnownValues:
         self.set_value(tensor, value)
         return tensor
 
-    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the value of a tensor; None where it is not known."""
         if not _has_no_memory(tensor):
             return tensor if tensor.numel() <= _LARGEST else None
         value: torch.Tensor | None = tensor.__dict__.get(_VALUE)
@@ -164,7 +165,7 @@ class KnownValues:
         leaves, structure = tree_flatten((args, kwargs))
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                value = self._value(leaf)
+                value = self.value_of(leaf)
                 if value is None:
                     return None
                 leaves[position] = value

@@ -3,6 +3,7 @@
 from slapo_models.auto import auto
 from slapo_models.decoders import gemma2, gemma3, gpt, llama, mistral, opt, qwen3
 from slapo_models.encoders import bert, roberta, t5
+from slapo_models.families import schedule_for
 from slapo_models.mixtures import mixtral, qwen3_moe
 from slapo_models.vision import vit, wide_resnet
 
@@ -19,6 +20,7 @@ __all__ = [
     "qwen3",
     "qwen3_moe",
     "roberta",
+    "schedule_for",
     "t5",
     "vit",
     "wide_resnet",

@@ -23,6 +23,7 @@ from slapo_runtime.state import live_state
 from slapo_transformers.accelerators import attach, check_schedule
 from slapo_transformers.checkpoints import MANIFEST, newest, rng_directory, rng_file, with_adapter, write_manifest
 from slapo_transformers.refusals import check_arguments
+from slapo_transformers.trl_forwards import run_steps, scheduled_adapters
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -71,9 +72,24 @@ class ScheduledTrainerMixin(_Base):
                     f"the schedule is one of another {type(self.schedule.model).__name__} than model=",
                     hint="leave model out: SlapoTrainer(schedule=sch, args=...)",
                 )
-        super().__init__(*args, **kwargs)
+        if kwargs.get("peft_config") is not None:
+            raise ArgumentError(
+                "peft_config= makes another model, but the steps of the schedule are for the one that is given",
+                hint="model = get_peft_model(model, peft_config), before the schedule, and leave peft_config out",
+            )
+        with scheduled_adapters(None if self.schedule is None else self.schedule.model):
+            super().__init__(*args, **kwargs)
+        self._run_steps()
         if self.label_smoother is not None and self._is_causal():
             self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
+
+    def _run_steps(self) -> None:
+        """Have the forward that TRL sets on models run their steps."""
+        run_steps(self.args, self.model, getattr(self, "ref_model", None))
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self._run_steps()  # TRL computes log-probabilities before it is made
+        return super()._precompute_ref_logps(*args, **kwargs)
 
     def _is_causal(self) -> bool:
         """Return whether labels are the next tokens; the host asks the name of the class, which fully_shard changes."""

@@ -154,6 +154,7 @@ def unscaled() -> dict[str, Any]:
     return made.state_dict()  # type: ignore[no-any-return]
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     expected = unscaled()
@@ -161,3 +162,19 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
         assert steps == [(False, 4.0), (True, 2.0), (False, 2.0)]
         for key, value in expected.items():
             torch.testing.assert_close(weights[key], value, rtol=1e-8, atol=1e-10)
+
+
+def test_a_learning_rate_that_ends_stays_there() -> None:
+    from accelerate import Accelerator
+
+    from slapo_transformers import prepare
+
+    accelerator = Accelerator(cpu=True)
+    sch = slapo.create_schedule(model("gpt2"))
+    optimizer, _, _ = parts(sch.model)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=3)
+    _, _, scheduler = prepare(accelerator, sch, optimizer, cycle)
+    scheduler.steps = 2  # of two replicas
+    for _ in range(3):
+        scheduler.step()
+    assert cycle.last_epoch == 3

@@ -32,7 +32,7 @@ class Case:
         args: of the arguments.
         options: of the trainer.
         steps: of accumulation, of each replica.
-        change: made to the reference model first.
+        change: made to the reference model first, or another model of it.
         apply: the steps of the schedule; None: those of the name.
         rtol: of the log lines.
     """
@@ -41,7 +41,7 @@ class Case:
     args: Options = field(default_factory=dict)
     options: Options = field(default_factory=dict)
     steps: int = 1
-    change: Callable[[Any], object] = bool
+    change: Callable[[Any], Any] | None = None
     apply: Callable[[Any], None] | None = None
     rtol: float = 1e-9
 
@@ -132,6 +132,30 @@ def tie(made: Any) -> None:
     made.lm_head.weight = made.model.embed_tokens.weight
 
 
+def adapt(made: Any) -> Any:
+    """Tie the embeddings, and train adapters of few random numbers alone."""
+    from peft import LoraConfig, get_peft_model
+
+    tie(made)
+    torch.manual_seed(3)
+    return get_peft_model(made, LoraConfig(r=2, target_modules=["down_proj"], task_type="CAUSAL_LM")).double()
+
+
+def adapters(sch: Any) -> None:
+    """Split a LLaMA with adapters, its tied embeddings included."""
+    base = sch["base_model.model"]
+    for mlp in base["model.layers.*.mlp"]:
+        for name in ("gate_proj", "up_proj"):
+            mlp[name].shard("weight", axis=0)
+        for name in ("base_layer", "lora_A.default"):
+            mlp[f"down_proj.{name}"].shard("weight", axis=1)
+        mlp["down_proj.lora_B.default"].sync_gradient("weight")
+        mlp["down_proj"].sync("fwd_post", "all_reduce")
+        mlp.sync("bwd_post", "all_reduce")
+    base["model.embed_tokens"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
+    base["lm_head"].sync("bwd_post", "all_reduce").linear_cross_entropy()
+
+
 def unsplit(sch: Any) -> None:
     """Leave all tensors whole: of replicas of replicas."""
 
@@ -151,7 +175,9 @@ ODD: Options = {"eval_dataset": samples(7, seed=8)}
 GENERATE: Options = {"predict_with_generate": True, "generation_max_length": 8}
 COMMON: dict[str, Case] = {
     "smoothing": Case("bert", SMOOTH, ODD, 2),
-    "smoothing of causal labels": Case("llama", SMOOTH, {"eval_dataset": samples(5, seed=8)}),
+    "smoothing of causal labels": Case(
+        "llama", {**SMOOTH, "optim": "adafactor", "max_steps": 2}, {"eval_dataset": samples(5, seed=8)}
+    ),
     "smoothing of T5": Case("t5", SMOOTH, {"data_collator": shifted}, 4),
     "generation": Case("t5", GENERATE, {"compute_metrics": generated}),
     "beams, Adafactor": Case(
@@ -187,6 +213,7 @@ COMMON: dict[str, Case] = {
     "kernels": Case("llama", {"max_steps": 2}, change=eager, apply=kernels, rtol=1e-6),  # in float64, the model is not
     "frozen": Case("llama", {"max_grad_norm": 0.1}, {}, 2, change=freeze),
     "streams": Case("llama", {}, {"train_dataset": Stream(48, seed=2), "eval_dataset": Stream(8, seed=3)}, 2),
+    "adapters": Case("llama", {**SMOOTH, "max_grad_norm": 0.01}, ODD, 2, change=adapt, apply=adapters),
     "tied": Case("llama", {}, {}, 2, change=tie),
 }
 OF_ONE_REPLICA: dict[str, Case] = {
@@ -208,7 +235,8 @@ def make(case: Case, args: Options, directory: Path, mesh: dict[str, int] | None
         (Seq2SeqTrainer, Seq2SeqTrainingArguments) if case.model == "t5" else (Trainer, TrainingArguments)
     )
     made = model(case.model)
-    case.change(made)
+    if case.change is not None:
+        made = case.change(made) or made
     own: Options = {"model": made}
     kind: Any = base
     if mesh is not None:
@@ -273,12 +301,10 @@ def _tensors(predictions: Any) -> list[torch.Tensor]:
     return [torch.as_tensor(first)]
 
 
-SAMPLE = ("smoothing of causal labels", "beams, Adafactor", "streams")
-
-
 @pytest.mark.ranks
 def test_options_over_shards_of_replicas(tmp_path: Path) -> None:
-    compare({name: COMMON[name] for name in SAMPLE}, tmp_path, {"dp": 2, "tp": 2}, fsdp=True)
+    sample = ("smoothing of causal labels", "streams")
+    compare({name: COMMON[name] for name in sample}, tmp_path, {"dp": 2, "tp": 2}, fsdp=True)
 
 
 @pytest.mark.breadth
@@ -301,3 +327,52 @@ def test_replicas_of_shards(tmp_path: Path) -> None:
         name: dataclasses.replace(COMMON[name], apply=unsplit) for name in ("smoothing of causal labels", "counts")
     }
     compare(cases, tmp_path, {"dp_replicate": 2, "dp": 2}, fsdp=True)
+
+
+def searched(directory: Path, mesh: dict[str, int] | None) -> tuple[list[float], Any]:
+    """Search a learning rate by two trials: the losses of their ends, and the best one, which rank 0 knows."""
+    import optuna
+    from transformers import Trainer
+    from transformers.trainer_callback import PrinterCallback
+
+    from slapo_transformers import SlapoTrainer
+
+    losses: list[float] = []
+
+    def objective(metrics: dict[str, float]) -> float:
+        losses.append(metrics["eval_loss"])
+        return losses[-1]
+
+    steps = 2 // (mesh or {}).get("dp", 1)
+    args = arguments(directory, max_steps=2, gradient_accumulation_steps=steps, save_strategy="steps", save_steps=2)
+    own: Options = {} if mesh is None else {"schedule": lambda made: schedule("gpt2", made, mesh)}
+    run: Any = (Trainer if mesh is None else SlapoTrainer)(
+        args=args,
+        model_init=lambda: model("gpt2"),
+        train_dataset=samples(48, seed=2),
+        eval_dataset=samples(7, seed=3),
+        data_collator=padded,
+        **own,
+    )
+    run.remove_callback(PrinterCallback)
+    found = run.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-1)},
+        compute_objective=objective,
+        n_trials=2,
+        backend="optuna",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    return losses, found and (found.run_id, found.hyperparameters)
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_search_finds_what_one_process_finds(mesh: dict[str, int], tmp_path: Path) -> None:
+    losses, best_run = run_process(searched, tmp_path / "one", None, timeout=300)
+    assert len(set(losses)) == 2
+    ranks = run_ranks(searched, tmp_path / "ranks", mesh, world_size=2 * mesh.get("dp", 1), timeout=300)
+    assert [found for _, found in ranks] == [best_run] + [None] * (len(ranks) - 1)
+    for found, _ in ranks:
+        assert found == pytest.approx(losses, rel=1e-9)
+    assert (tmp_path / "ranks" / "run-1" / "checkpoint-2" / "slapo.json").is_file()

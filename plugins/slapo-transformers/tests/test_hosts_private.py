@@ -48,6 +48,7 @@ OVERRIDDEN: dict[type, type] = {
 OWN = {
     *("_attach", "_wait", "_is_causal", "_parameter_counts", "_samples_of_round", "label_smoother", "gather_function"),
     *("_shared", "_one_of_each_replica", "_first_ranks", "schedule", "steps"),
+    *("_run_steps", "_precompute_ref_logps"),  # see test_hosts_trl_steps.py
 }
 ASKED: dict[str, tuple[type, str, tuple[str, ...]]] = {
     "a checkpoint's parts": (
@@ -60,7 +61,8 @@ ASKED: dict[str, tuple[type, str, tuple[str, ...]]] = {
         "_save_checkpoint",
         ("rotate_checkpoints(", "save_total_limit=self.args.save_total_limit"),
     ),
-    "weights": (transformers.Trainer, "_save", ("state_dict=state_dict", "self.args.should_save")),
+    "weights of all ranks": (transformers.Trainer, "save_model", ("self._save(output_dir",)),
+    "weights": (transformers.Trainer, "_save", ("state_dict=state_dict",)),
     "clipping": (transformers.Trainer, "_clip_grad_norm", ("self.accelerator.clip_grad_norm_(",)),
     "norms": (transformers.Trainer, "_get_grad_norm", ("self.accelerator.clip_grad_norm_(",)),
     "the scale of a loss": (
@@ -103,8 +105,13 @@ ASKED: dict[str, tuple[type, str, tuple[str, ...]]] = {
     "the best weights": (transformers.Trainer, "_finalize_training", ("self._load_best_model()",)),
     "a resumed optimizer": (
         transformers.Trainer,
-        "_load_optimizer_and_scheduler",
-        ("self.optimizer.load_state_dict(", "weights_only=True"),
+        "_prepare_for_training",
+        ("self._load_optimizer_and_scheduler(resume_from_checkpoint)",),
+    ),
+    "an epoch": (
+        transformers.Trainer,
+        "_inner_training_loop",
+        ("self._run_epoch(", "self.control.should_training_stop"),
     ),
     "a saved optimizer": (
         transformers.Trainer,
@@ -152,7 +159,7 @@ READ = {
     "trainer": "_train_batch_size accelerator args.gradient_accumulation_steps args.process_index args.should_save "
     "args.world_size args.n_gpu args.eval_use_gather_object "
     "args.average_tokens_across_devices args.save_total_limit label_smoother gather_function lr_scheduler optimizer "
-    "state.best_model_checkpoint state.global_step",
+    "state.best_model_checkpoint state.global_step state.max_steps control.should_training_stop",
     "accelerator": "_models dataloader_config.dispatch_batches ddp_handler device gradient_state.end_of_dataloader "
     "gradient_state.remainder "
     "gradient_state.sync_gradients scaler state.distributed_type.value state.dynamo_plugin.backend.value "

@@ -206,12 +206,14 @@ def log(run: Any) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if not any(map(key.count, _CLOCKED))} for line in lines]
 
 
-def assert_equal_logs(found: list[dict[str, float]], expected: list[dict[str, float]], rtol: float = 1e-9) -> None:
-    """Compare log lines: numbers of steps, samples and tokens exactly, others within ``rtol``."""
+def assert_equal_logs(
+    found: list[dict[str, float]], expected: list[dict[str, float]], rtol: float = 1e-9, *, atol: float = 0.0
+) -> None:
+    """Compare log lines: numbers of steps, samples and tokens exactly, others within ``rtol`` or ``atol``."""
     assert [sorted(line) for line in found] == [sorted(line) for line in expected]
     for line, other in zip(found, expected, strict=True):
         for key, value in other.items():
             if isinstance(value, int) or key in ("epoch", "learning_rate", "total_flos", "eval_tokens"):
                 assert line[key] == value, (key, line, other)
             else:
-                assert abs(line[key] - value) <= rtol * abs(value), (key, line, other)
+                assert abs(line[key] - value) <= max(rtol * abs(value), atol), (key, line, other)

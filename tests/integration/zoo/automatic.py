@@ -8,11 +8,12 @@ import dataclasses
 import datetime
 import inspect
 import json
+import re
 import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -42,6 +43,7 @@ from tests.integration.zoo.subjects import call
 from tests.integration.zoo.tensor_parallel import split as split_by_names
 from tests.integration.zoo.torch_models import TORCH_MODELS
 from tests.support.odd_models import ODD_MODELS
+from tests.support.trap_models import TRAP_MODELS
 
 __all__ = ["SCHEDULES", "Judgment", "cases", "judge_all", "judge_on_ranks", "plant_on_ranks"]
 
@@ -175,11 +177,11 @@ def cases() -> dict[str, Case]:
     for one in architectures():
         if one.model not in known:
             found[f"other: {one.name}"] = _of(f"other: {one.name}", one)
-    tables = {"torch": {name: TORCH_MODELS[name] for name in _TORCH}, "odd": ODD_MODELS}
+    tables = {"torch": {name: TORCH_MODELS[name] for name in _TORCH}, "odd": ODD_MODELS, "trap": TRAP_MODELS}
     for group, models in tables.items():
         for name, (build, batch) in models.items():
             own = f"{group}: {name}"
-            model = build.__name__.replace("<lambda>", "Words")
+            model = build.__name__.replace("<lambda>", "")
             found[own] = Case(own, model, build, lambda model, batch=batch: batch())
     return found
 
@@ -255,6 +257,9 @@ class _Reference:
         for label, check in _further(self.model, self.batch):
             with contextlib.suppress(Exception):  # a call that the reference model does not take
                 self.results.append((label, check, check(self.model)))
+        found = [result.items() for _, _, result in self.results]
+        gradients = [name for items in found for name, tensor in items if tensor is not None]
+        self.used = {name.removeprefix("gradient of ") for name in gradients if name.startswith("gradient of ")}
         again = run(self.model, self.batch)
         for name, tensor in self.results[0][-1].items():
             if tensor is not None and not name.startswith("buffer") and not _same(tensor, again[name]):
@@ -330,12 +335,17 @@ def kind_of(case: Case, model: nn.Module, batch: Any) -> str:
     return "encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "encoder"
 
 
-def share(sch: slapo.Schedule) -> float:
-    """Elements of weights that are split over ``tp``, of all weights of two axes or more in repeated blocks."""
+def share(sch: slapo.Schedule, used: Set[str]) -> float:
+    """Elements of weights that are split over ``tp``, of all weights of two axes or more in repeated blocks.
+
+    Args:
+        sch: the schedule.
+        used: names of parameters that get a gradient; others do not count.
+    """
     prefixes = tuple(f"{path}." for path in blocks(sch.model))
     total = done = 0
     for name, parameter in sch.model.named_parameters():
-        if not name.startswith(prefixes) or parameter.dim() < 2:
+        if not name.startswith(prefixes) or parameter.dim() < 2 or name not in used:
             continue
         path, _, own = name.rpartition(".")
         layout = sch[path].layout(own)
@@ -395,7 +405,7 @@ def _compare(reference: _Reference, row: Judgment, schedule: Callable[..., dict[
     except Exception as error:  # noqa: BLE001 - a row of the table
         row.result = f"no schedule: {_line(error)}"
         return
-    row.share = round(share(sch), 4)
+    row.share = round(share(sch, reference.used), 4)
     row.steps = dict(Counter(record.name for record in sch.records))
     try:
         if verify:
@@ -406,7 +416,8 @@ def _compare(reference: _Reference, row: Judgment, schedule: Callable[..., dict[
     except Exception as error:  # noqa: BLE001
         row.result = f"raises: {type(error).__name__}: {_line(error)}"
         return
-    row.result = f"WRONG: {'; '.join(wrong[:4])}" if wrong else "equal"
+    first = {re.split(r": |, ", one)[0] + one.split(": ")[-2].split()[0]: one for one in reversed(wrong)}  # of a kind
+    row.result = f"WRONG: {'; '.join(reversed(first.values()))}"[:600] if wrong else "equal"
 
 
 def _scheduled(

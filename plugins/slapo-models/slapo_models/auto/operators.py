@@ -149,6 +149,20 @@ def _dim(value: Value, dim: int) -> int:
     return dim % len(value.axes) if value.axes else 0
 
 
+@rule("view_as_complex")
+def _view_as_complex(operator: Operator) -> None:
+    source = operator.arguments["self"]
+    source.axes[-1].block(operator.where)
+    operator.results[0].axes = source.axes[:-1]
+
+
+@rule("view_as_real")
+def _view_as_real(operator: Operator) -> None:
+    new = Axis(2)
+    new.block(operator.where)
+    operator.results[0].axes = [*operator.arguments["self"].axes, new]
+
+
 @rule("t")
 def _t(operator: Operator) -> None:
     operator.results[0].axes = operator.arguments["self"].axes[::-1]
@@ -436,6 +450,15 @@ def _index(operator: Operator) -> None:
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         return _mask_index(operator, source, indices, result)
     places = [position for position, index in enumerate(indices) if index is not None]
+    numbers = indices[places[0]].numbers if len(places) == 1 else None
+    if numbers:
+        size = source.shape[places[0]]
+        first = numbers[0] % size
+        if [number % size for number in numbers] == list(range(first, first + len(numbers))):  # a slice
+            axes = list(source.axes)
+            axes[places[0]] = piece(axes[places[0]], first, first + len(numbers), operator.where)
+            result.axes = axes
+            return None
     _block(source, operator.where, places)
     given = [indices[position] for position in places]
     length = max(len(value.shape) for value in given)

@@ -11,6 +11,19 @@ from slapo_models.auto.axes import Axis
 from slapo_models.auto.recording import BUFFER, INPUT, PARAMETER, Call, Operator, Recording, Value
 
 
+class _ConflictError(Exception):
+    """A gradient that is complete in some uses and partial in others.
+
+    Args:
+        complete: the uses where it is complete.
+        what: the reason.
+    """
+
+    def __init__(self, complete: list[Operator], what: str) -> None:
+        super().__init__(what)
+        self.complete = complete
+
+
 class LeftWhole(Exception):  # noqa: N818 - an answer, not an error
     """Why something is not split."""
 
@@ -76,11 +89,13 @@ _LINEAR = frozenset(
         "unflatten", "reshape", "view_copy", "gather", "constant_pad_nd", "repeat",
     )
 )  # fmt: skip
+_FAR = 5000
 _SCALED = frozenset(f"aten::{name}" for name in ("mul", "mul_", "div", "div_"))
 _ADDED = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "cat", "stack"))
 _INTO_ZEROS = frozenset(f"aten::{name}" for name in ("index_add", "index_add_", "index_put", "index_put_", "copy_",
                                                      "scatter_add", "scatter_add_"))  # fmt: skip
-_PIECES = frozenset(f"aten::{name}" for name in ("slice", "split", "split_with_sizes", "narrow"))
+_MADE_NEW = frozenset(f"aten::{name}" for name in ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like"))
+_PIECES = frozenset(f"aten::{name}" for name in ("slice", "split", "split_with_sizes", "narrow", "index"))
 _ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros"))
 
 
@@ -101,6 +116,15 @@ class Follow:
         self._left_out: set[tuple[Operator, Value]] = set()
         self._pieces: list[Value] = []  # full segments of concatenations whose other segments are split
         self._passed_on: set[Value] = set()  # whose gradients stay partial
+        self._placed: dict[str, set[tuple[int, int | str]]] = {}
+        self._complete_from: dict[Value, list[Call]] = {}
+        self._forbidden: set[str] = set()
+        self._paths = {
+            path
+            for value in graph.recording.values.values()
+            if not self._split.isdisjoint(graph.leaves(value))
+            for path, _ in value.names
+        }
         self.placement = Placement()
 
     def run(self) -> Placement:
@@ -110,9 +134,37 @@ class Follow:
             LeftWhole: the split cannot be proved right.
         """
         self._forward()
-        self._backward()
+        entries = {value: list(uses) for value, uses in self._partial_uses.items()}
+        while True:
+            try:
+                self._backward()
+            except _ConflictError as conflict:
+                behind = self._reductions_behind(conflict.complete) - self._forbidden
+                if not behind:
+                    raise LeftWhole(str(conflict)) from None
+                self._forbidden |= behind  # the gradient stays partial there, and becomes complete further up
+                self._partial_uses = {value: list(uses) for value, uses in entries.items()}
+                self.placement.parameters.clear()
+                continue
+            break
+        for path, places in self._placed.items():
+            self._check_calls(path, places)
         self._check_streams()
         return self.placement
+
+    def _reductions_behind(self, operators: list[Operator]) -> set[str]:
+        """Return the paths of modules at whose inputs gradients become complete, that operators' results lead to."""
+        found: set[str] = set()
+        waiting, seen = list(operators), set(operators)
+        while waiting and len(seen) < _FAR:
+            for value in waiting.pop().results:
+                calls = self._complete_from.get(value, ())
+                found.update(call.path for call in calls)
+                for use in value.uses:
+                    if use not in seen and not any(use.call.is_within(call) for call in calls):
+                        seen.add(use)
+                        waiting.append(use)
+        return found
 
     def is_split(self, value: Value) -> bool:
         """Return whether an axis of the value is split."""
@@ -180,6 +232,8 @@ class Follow:
     def _of_shards(self, operator: Operator, split: list[Value]) -> None:
         for value in operator.results:
             lost = split and not self.is_split(value) and value.uses and 0 not in value.shape
+            if lost and operator.name in _MADE_NEW:
+                continue
             if lost and operator.name not in _PIECES:
                 raise LeftWhole(f"{operator.where} gives a result without the axis")
             if lost:
@@ -263,37 +317,48 @@ class Follow:
             uses.append(operator)
 
     def _backward(self) -> None:
-        placed: dict[str, set[tuple[int, int | str]]] = {}
-        kept: dict[tuple[str, str], set[Operator]] = {}
+        self._placed.clear()
+        self._complete_from.clear()
+        self._passed_on.clear()
         seen: set[Value] = set()
-        while True:
-            waiting = [value for value in self._partial_uses if value not in seen]
-            if not waiting:
-                break
-            value = max(waiting, key=lambda each: each.made_by.index if each.made_by is not None else -1)
-            seen.add(value)
-            self._gather(value, self._partial_uses[value], placed, kept)
-        for value in self._pieces:
-            if value.needs_gradient and value not in self._passed_on and any(
-                result.needs_gradient for use in value.uses for result in use.results
-            ):
-                raise LeftWhole(f"the gradient of a full part of {value.made_by.where} is complete")  # type: ignore[union-attr]
-        for path, places in placed.items():
-            self._check_calls(path, places)
+        waiting: list[tuple[int, int, Value]] = []
 
-    def _gather(
-        self,
-        value: Value,
-        uses: list[Operator],
-        placed: dict[str, set[tuple[int, int | str]]],
-        kept: dict[tuple[str, str], set[Operator]],
-    ) -> None:
+        def push() -> None:
+            for value in self._partial_uses:
+                if value not in seen:
+                    seen.add(value)
+                    made = value.made_by.index if value.made_by is not None else -1
+                    heapq.heappush(waiting, (-made, len(seen), value))
+
+        push()
+        while waiting:
+            _, _, value = heapq.heappop(waiting)
+            self._gather(value, self._partial_uses[value])
+            push()
+        for value in self._pieces:
+            if self._flows(value) and value not in self._passed_on:
+                raise _ConflictError(self._flows(value), "the gradient of a full part of a concatenation is complete")
+
+    def _flows(self, value: Value) -> list[Operator]:
+        """Return the uses from which a gradient comes."""
+        return [use for use in value.uses if any(result.needs_gradient for result in use.results)]
+
+    def _gather(self, value: Value, uses: list[Operator]) -> None:
         """Choose where the gradient of a value becomes complete."""
-        flows = [use for use in value.uses if any(result.needs_gradient for result in use.results)]
-        complete = [use for use in flows if use not in uses]
+        complete = [use for use in self._flows(value) if use not in uses]
+        for use in uses:
+            for result in use.results:
+                is_shard = self.is_split(result) or result in self._partial or result in self._passed_on
+                if result.needs_gradient and not is_shard and self._flows(result):
+                    complete.append(use)
 
         def covers(call: Call) -> bool:
-            return value in call.inputs.values() and not any(use.call.is_within(call) for use in complete)
+            return (
+                value in call.inputs.values()
+                and call.path not in self._forbidden
+                and not any(use.call.is_within(call) for use in complete)
+                and any(not call.path or path == call.path or path.startswith(f"{call.path}.") for path in self._paths)
+            )
 
         groups: dict[str, list[Operator]] = {}
         for use in uses:
@@ -310,20 +375,21 @@ class Follow:
                 if outermost:
                     chosen[outermost[-1]] = None
         if all(any(use.call.is_within(call) for call in chosen) for use in uses):
+            self._complete_from[value] = list(chosen)
             for call in chosen:
-                self._place(call, value, placed)
+                for key, each in call.inputs.items():
+                    if each is value:
+                        self._placed.setdefault(call.path, set()).add((call.number, key))
+            return
+        if value.origin == PARAMETER:
+            self._sum_parameter(value, uses, complete)
             return
         if complete:
-            raise LeftWhole(
-                f"the gradient of a tensor is complete in {complete[0].where} and partial in {uses[0].where}"
+            raise _ConflictError(
+                complete, f"the gradient of a tensor is complete in {complete[0].where} and partial in {uses[0].where}"
             )
-        if value.origin == PARAMETER:
-            for use in uses:
-                name = next((own for path, own in value.names if path == use.call.path), None)
-                if name is None:
-                    raise LeftWhole(f"{use.where} reads a parameter of another module")
-                self.placement.parameters[(use.call.path, name)] = None
-            return
+        if value in self._partial:  # its gradient must be complete before it enters the layers that were summed
+            raise LeftWhole(f"the gradient of a sum over the ranks is partial in {uses[0].where}")
         if value.made_by is None:
             raise LeftWhole(f"the gradient of a {value.origin} is partial in {uses[0].where}")
         if value.made_by.name.startswith("collective::"):
@@ -333,10 +399,14 @@ class Follow:
             if each.needs_gradient and not self.is_split(each):
                 self._use(each, value.made_by)
 
-    def _place(self, call: Call, value: Value, placed: dict[str, set[tuple[int, int | str]]]) -> None:
-        for key, each in call.inputs.items():
-            if each is value:
-                placed.setdefault(call.path, set()).add((call.number, key))
+    def _sum_parameter(self, value: Value, uses: list[Operator], complete: list[Operator]) -> None:
+        for use in uses:
+            name = next((own for path, own in value.names if path == use.call.path), None)
+            if name is None:
+                raise LeftWhole(f"{use.where} reads a parameter of another module")
+            if any(other.call.path == use.call.path for other in complete):
+                raise _ConflictError(complete, f"the gradient of a parameter is complete and partial in {use.where}")
+            self.placement.parameters[(use.call.path, name)] = None
 
     def _check_calls(self, path: str, places: set[tuple[int, int | str]]) -> None:
         """Set the arguments whose gradients are summed, which must be the same in every call."""
@@ -345,14 +415,15 @@ class Follow:
         for call in self._graph.calls_of[path]:
             given = {key for key, value in call.inputs.items() if value.needs_gradient}
             own = {key for number, key in places if number == call.number}
-            own = {_named(call, key) for key in own}
-            given = {_named(call, key) for key in given}
             if not own and given:
                 raise LeftWhole(f"a further call of {type(call.module).__name__} has no shards")
-            is_all = is_all and own == given
-            keys = tuple(dict.fromkeys(key for key in (_named(call, key) for key in call.inputs) if key in own))
             if not own:
                 continue
+            names = {_named(call, key) for key in own}
+            if any(_named(call, key) in names for key in given - own):
+                raise LeftWhole(f"one argument of {type(call.module).__name__} holds complete and partial gradients")
+            is_all = is_all and own == given
+            keys = tuple(dict.fromkeys(key for key in (_named(call, key) for key in call.inputs) if key in names))
             if named is not None and named != keys:
                 raise LeftWhole(f"calls of {type(call.module).__name__} have gradients of different arguments")
             named = keys

@@ -15,8 +15,15 @@ from slapo_core.observers import PATCHING
 from slapo_estimate.values import KnownValues, UnknownValueError, hide_fake_tensors
 from slapo_graph.tracing.fake import FakeMode
 from slapo_models.auto.axes import Axis
-from slapo_models.auto.private import TorchDispatchMode, storage_id, tree_leaves, tree_map_only
+from slapo_models.auto.private import (
+    TorchDispatchMode,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+    unset_fake_temporarily,
+)
 
+_SHORT = 64  # elements of an index whose values are kept
 PARAMETER, BUFFER, INPUT, CONSTANT, RESULT = "parameter", "buffer", "input", "constant", "result"
 
 
@@ -73,6 +80,7 @@ class Value:
         uses: operators that read it.
         axes: filled by the operators' rules.
         needs_gradient: whether a gradient flows to it.
+        numbers: the elements of a short integer tensor, where they are known.
     """
 
     shape: tuple[int, ...]
@@ -83,6 +91,7 @@ class Value:
     uses: list[Operator] = field(default_factory=list)
     axes: list[Axis] = field(default_factory=list)
     needs_gradient: bool = False
+    numbers: tuple[int, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -267,11 +276,20 @@ class _Recorder(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, origin: str) -> Value:
         value = Value(tuple(tensor.shape), tensor.dtype, origin)
+        if tensor.dtype == torch.int64 and tensor.dim() == 1 and tensor.numel() <= _SHORT:
+            value.numbers = self._numbers_in(tensor)
         self._values[id(tensor)] = value
         if id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = tensor  # so that no other tensor gets its id
             self._storages.setdefault(storage_id(tensor), []).append(tensor)
         return value
+
+    def _numbers_in(self, tensor: Tensor) -> tuple[int, ...] | None:
+        known = self._known.value_of(tensor)
+        if known is None or known.is_meta:
+            return None
+        with unset_fake_temporarily():
+            return tuple(known.tolist())
 
     def value(self, tensor: Tensor) -> Value:
         """Return the value of a tensor."""
@@ -375,8 +393,6 @@ class _Recorder(TorchDispatchMode):
         """Assume that all elements of an unknown mask are true."""
         self.recording.assumptions["a mask that the forward computes is true everywhere"] = None
         assert self._known.mode is not None
-        from slapo_models.auto.private import unset_fake_temporarily
-
         with unset_fake_temporarily():
             where = torch.ones(tensor.shape, dtype=torch.bool).nonzero()
         fake = self._known.mode.from_tensor(where, static_shapes=True)

@@ -173,7 +173,7 @@ class Trial:
             again = self._run(kept)
             if again is None or again.call is None or not isinstance(again.call.module, cls):
                 return True
-        del self._attributes[cls]
+        self._attributes.pop(cls, None)
         return False
 
     def _to_blame(self, mismatch: Mismatch, kept: list[Candidate]) -> list[Candidate]:

@@ -76,6 +76,8 @@ def suggest(
         raise typer.BadParameter(f"{study} exists", param_hint="--study")
     import torch
 
+    from slapo_core.errors import ArgumentError
+    from slapo_estimate.composition import memory_limit
     from slapo_models.choice.search import auto_schedule
 
     sys.path.insert(0, str(Path.cwd()))
@@ -83,6 +85,10 @@ def suggest(
     apply = None if schedule is None else find(schedule, "--schedule")
     compute_loss = None if loss is None else find(loss, "--loss")
     inputs, factory, spec = batch_of(batch), optimizer_of(optimizer), find_device(device)
+    try:
+        limit = memory_limit(memory, spec)
+    except ArgumentError as error:
+        raise typer.BadParameter(f"{error.message}; e.g. {error.hint}", param_hint="--memory") from error
     with torch.device("meta"):
         made = make_model()
     if not isinstance(made, torch.nn.Module):
@@ -92,7 +98,7 @@ def suggest(
             made,
             inputs,
             devices=devices,
-            memory=memory,
+            memory=limit,
             device=spec,
             optimizer=factory,
             loss=compute_loss,

@@ -268,21 +268,20 @@ class _Search:
     def candidates(self) -> list[Candidate]:
         """Return the best candidate of each mesh that fits, the best first."""
         found: list[Candidate] = []
-        whole: int | None = None
+        unsplit: int | None = None
         for tp in (size for size in divisors(self.devices) if size <= MOST_TP):
             profiles = self._profiles(tp)
             if profiles is None:
                 continue
-            trained = sum(each.trained for each in (profiles[0].before, profiles[0].after, *profiles[0].plain.values()))
-            if whole is not None and trained >= whole:
+            regions = (profiles[0].before, profiles[0].after, *profiles[0].plain.values())
+            parameters = sum(each.parameters for each in regions)
+            if unsplit is not None and parameters >= unsplit:
                 self.refused.append((f"tp={tp}", "no parameter is split over tp"))
                 continue
-            whole = trained if whole is None else whole
+            unsplit = parameters if tp == 1 else unsplit
             found += self._with(tp, profiles)
-        ordered = _ordered(found)
-        if any(candidate.layout.pp > 1 for candidate in ordered[:1]):
-            ordered = self._that_run(ordered)
-        return ordered
+        best_first = ordered(found)
+        return self._that_run(best_first) if best_first and best_first[0].layout.pp > 1 else best_first
 
     def _with(self, tp: int, profiles: list[Any]) -> Iterator[Candidate]:
         """Yield the best candidate of each mesh with ``tp``."""
@@ -354,9 +353,9 @@ class _Search:
             loss=self.loss,
         )
 
-    def _that_run(self, ordered: list[Candidate]) -> list[Candidate]:
+    def _that_run(self, candidates: list[Candidate]) -> list[Candidate]:
         """Drop candidates with stages if the model cannot be cut between its blocks."""
-        best = ordered[0]
+        best = candidates[0]
         self.tell("stages")
         try:
             run_stages(
@@ -369,20 +368,20 @@ class _Search:
                 loss=self.loss,
             )
         except SlapoError as error:
-            dropped = [candidate for candidate in ordered if candidate.layout.pp > 1]
+            dropped = [candidate for candidate in candidates if candidate.layout.pp > 1]
             self.refused += [(candidate.row()[0], error.message.splitlines()[0]) for candidate in dropped]
-            return [candidate for candidate in ordered if candidate.layout.pp == 1]
-        return ordered
+            return [candidate for candidate in candidates if candidate.layout.pp == 1]
+        return candidates
 
 
-def _ordered(candidates: list[Candidate]) -> list[Candidate]:
+def ordered(candidates: list[Candidate]) -> list[Candidate]:
     """Sort by time; of those within 1 % of the best the one with the fewest steps comes first."""
-    ordered = sorted(candidates, key=lambda each: (each.prediction.time, each.steps, tuple(each.mesh.items())))
-    if not ordered:
+    by_time = sorted(candidates, key=lambda each: (each.prediction.time, each.steps, tuple(each.mesh.items())))
+    if not by_time:
         return []
-    near = [each for each in ordered if each.prediction.time <= ordered[0].prediction.time * (1 + _TIE)]
+    near = [each for each in by_time if each.prediction.time <= by_time[0].prediction.time * (1 + _TIE)]
     best = min(near, key=lambda each: (each.steps, each.prediction.time))
-    return [best, *(each for each in ordered if each is not best)]
+    return [best, *(each for each in by_time if each is not best)]
 
 
 def _gain(small: Any, large: Any) -> float:

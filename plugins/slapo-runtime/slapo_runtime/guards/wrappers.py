@@ -20,7 +20,7 @@ _SAMPLE = 16  # shards that are compared: a tool that copies one rank's shards o
 _OWN_LOOP = (
     "transformers' Trainer and accelerate's prepare() make such wrappers under torchrun: in their places, "
     "slapo_transformers.SlapoTrainer(schedule=sch, ...) and slapo_transformers.prepare(accelerator, sch, optimizer) "
-    "train it"
+    "train it; TRL's: class MyTrainer(slapo_transformers.ScheduledTrainerMixin, SFTTrainer)"
 )
 
 _HOSTS = {

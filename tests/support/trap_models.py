@@ -1,0 +1,180 @@
+"""Small models in which an obvious split is wrong: only a path not taken yet, a backward, or a number tells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["TRAP_MODELS"]
+
+WIDTH, HEADS, INNER = 24, 4, 48
+
+
+class Mlp(nn.Module):
+    """Two layers; what comes between them is the trap."""
+
+    def __init__(self, between: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.between, self.inner, self.gate = between, INNER, nn.Linear(WIDTH, WIDTH)
+        self.scale, self.shift = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.between(self, self.up(x).tanh(), x))
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module], *, enter: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.enter = nn.Linear(WIDTH, WIDTH) if enter else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ByNorm(torch.autograd.Function):
+    """Identity, whose gradient is divided by its norm over the features."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / (gradient.norm(dim=-1, keepdim=True) + 1e-3)
+
+
+class Rounded(torch.autograd.Function):
+    """Round by the largest feature, as in quantization-aware training; the gradient passes."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        step = x.abs().amax(dim=-1, keepdim=True) / 7
+        return (x / step).round() * step
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def _hooked(module: Any, h: Tensor, x: Tensor) -> Tensor:
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient / (gradient.norm(dim=-1, keepdim=True) + 1e-3))
+    return h
+
+
+def _counted(module: Any, h: Tensor, x: Tensor) -> Tensor:
+    module.seen = h.detach().square().mean()
+    return h * (1 + module.seen)
+
+
+def _branch(module: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if h[..., 0].sum() > 0 else h * 3
+
+
+def _once(module: Any, h: Tensor, x: Tensor) -> Tensor:
+    return checkpoint(lambda one: F.gelu(one) * module.scale, h, use_reentrant=False)
+
+
+BETWEEN: dict[str, Callable[..., Tensor]] = {
+    "evaluation centers the features": lambda m, h, x: h if m.training else h - h.mean(-1, keepdim=True),
+    "training centers the features": lambda m, h, x: h - h.mean(-1, keepdim=True) if m.training else h,
+    "one row centers the features": lambda m, h, x: h - h.mean(-1, keepdim=True) if len(h) == 1 else h,
+    "without gradients, centers": lambda m, h, x: h if torch.is_grad_enabled() else h - h.mean(-1, keepdim=True),
+    "scaled by its own width": lambda m, h, x: h / math.sqrt(h.shape[-1]),
+    "scaled by an attribute": lambda m, h, x: h / m.inner,
+    "scaled by the number of elements": lambda m, h, x: h * (len(x) * 100 / h.numel()),
+    "normalized": lambda m, h, x: F.normalize(h, dim=-1),
+    "largest features only": lambda m, h, x: h * (h >= h.topk(5, dim=-1).values[..., -1:]),
+    "cumulative over features": lambda m, h, x: h.cumsum(-1),
+    "features shifted by one": lambda m, h, x: h.roll(1, -1),
+    "features mirrored": lambda m, h, x: h + h.flip(-1),
+    "every second feature": lambda m, h, x: torch.cat([h[..., ::2], h[..., 1::2]], -1),
+    "half gates half": lambda m, h, x: torch.cat([h[..., :24] * h[..., 24:], h[..., 24:]], -1),
+    "one number scales and shifts": lambda m, h, x: h * m.scale + m.shift,
+    "a gate that sees the input": lambda m, h, x: h * m.gate(x).mean(-1, keepdim=True),
+    "the mean of the features": lambda m, h, x: h + h.mean(),
+    "the spread is kept": _counted,
+    "a branch by the values": _branch,
+    "gradient divided by its norm": lambda m, h, x: ByNorm.apply(h),
+    "rounded by the largest": lambda m, h, x: Rounded.apply(h),
+    "a hook divides the gradient by its norm": _hooked,
+    "recomputed": _once,
+    "a number from the values": lambda m, h, x: h * float(h.detach().abs().max()),
+    "a buffer of positions": lambda m, h, x: h * torch.arange(h.shape[-1]).cos(),
+    "a buffer of the reference width": lambda m, h, x: h * torch.linspace(0, 1, h.shape[-1]),
+    "the weight of the other layer": lambda m, h, x: h + F.linear(x, m.down.weight.T),
+    "penalty on the weight": lambda m, h, x: h * m.up.weight.square().mean(),
+    "standard deviation of the weight": lambda m, h, x: h / m.up.weight.std(dim=0).sum(),
+}  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Attention; ``trap`` says what is odd about it."""
+
+    def __init__(self, trap: str) -> None:
+        super().__init__()
+        self.trap, self.heads, self.window, self.dim = trap, HEADS, HEADS, WIDTH
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.o, self.mix = nn.Linear(WIDTH, WIDTH), nn.Linear(HEADS, HEADS, bias=False)
+        self.temperature = nn.Parameter(torch.ones(HEADS, 1, 1))
+        self.norm = nn.LayerNorm(WIDTH // HEADS)
+        self.register_buffer("slopes", torch.linspace(0.1, 1, HEADS).view(-1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (each(x).view(rows, length, self.heads, -1).transpose(1, 2) for each in (self.q, self.k, self.v))
+        places = torch.arange(length)
+        distance = (places[:, None] - places).abs()
+        scores = q @ k.transpose(-1, -2)
+        if self.trap == "scaled by the number of heads":
+            scores = scores / self.heads
+        elif self.trap == "a window as wide as heads":
+            scores = scores.masked_fill(distance >= self.window, -1e4)
+        elif self.trap == "heads talk":
+            scores = self.mix(scores.movedim(1, -1)).movedim(-1, 1)
+        elif self.trap == "a temperature for each head":
+            scores = scores * self.temperature
+        elif self.trap == "slopes for each head":
+            scores = scores - self.slopes * distance
+        elif self.trap == "slopes computed":
+            scores = scores - torch.linspace(0.1, 1, self.heads).view(-1, 1, 1) * distance
+        elif self.trap == "normalized heads":
+            scores = self.norm(q) @ self.norm(k).transpose(-1, -2)
+        elif self.trap == "attention averaged over heads":
+            scores = scores - scores.mean(1, keepdim=True)
+        mixed = scores.softmax(-1) @ v
+        if self.trap == "features before heads":
+            return x + self.o(mixed.permute(0, 2, 3, 1).reshape(rows, length, -1))
+        if self.trap == "wrong order of axes":
+            return x + self.o(mixed.reshape(rows, length, -1))
+        return x + self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
+
+
+ATTENTIONS = (
+    "scaled by the number of heads", "a window as wide as heads", "heads talk", "a temperature for each head",
+    "slopes for each head", "slopes computed", "normalized heads", "attention averaged over heads",
+    "features before heads", "wrong order of axes",
+)  # fmt: skip
+
+
+def _x() -> dict[str, Tensor]:
+    return {"x": torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(7))}  # as many words as heads
+
+
+TRAP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    **{name: (lambda between=between: Net(lambda: Mlp(between)), _x) for name, between in BETWEEN.items()},
+    "an input with a gradient": (lambda: Net(lambda: Mlp(lambda m, h, x: h), enter=False), _x),
+    **{name: (lambda name=name: Net(lambda: Attention(name)), _x) for name in ATTENTIONS},
+}
+"""Name -> (makes the model, makes its batch)."""
