@@ -37,6 +37,7 @@ from slapo_core.schedule.transaction import Step
 from slapo_core.tree import copies, forward as forwards, index as module_index, journal
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.render import describe, fold_numbers, fold_paths
+from slapo_core.tree.selection import matching
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ __all__ = [
     "hooks_of",
     "is_data_pointer_error",
     "journal",
+    "matching",
     "module_calls_through",
     "module_index",
     "named_tensors",

@@ -171,6 +171,7 @@ def _totals(ran: Sequence[Judgment], sizes: Sequence[int]) -> list[str]:
             **{f"other: {kind}": [row for row in others if row.kind == kind] for kind in _SHOWN},
             "torch.nn": [row for row in own if row.kind == "torch"],
             "odd models": [row for row in own if row.kind == "odd"],
+            "traps, where a split is wrong": [row for row in own if row.kind == "trap"],
         }
         for title, group in groups.items():
             if group:

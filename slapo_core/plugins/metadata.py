@@ -44,7 +44,7 @@ class Kind:
 
     @classmethod
     def declared(cls, value: str) -> Kind:
-        """The kind of an entry point's value: ``"acme.sums:Sum"``, ``"acme.sums:Sum [namespaced]"``, or ``[classes]``."""
+        """Read an entry point's value: ``"acme.sums:Sum"``, ``"acme.sums:Sum [namespaced]"``, or ``[classes]``."""
         base, _, extras = value.partition("[")
         return cls(base.strip(), namespaced=extras in ("namespaced]", "classes]"), classes=extras == "classes]")
 

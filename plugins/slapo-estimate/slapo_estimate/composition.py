@@ -201,6 +201,8 @@ class _Stage:
         keeps_full = shards > 1 and (layout.pp > 1 or layout.microbatches > 1)  # gradients are reduced once
         persists = layout.microbatches > 1 or (layout.dp > 1 and shards == 1)
         held = trained if persists and (shards == 1 or keeps_full) else 0
+        if layout.microbatches > 1 and layout.dp > 1 and shards == 1 and layout.pp == 1:
+            static += trained  # buckets beside gradients that are not exchanged yet
         if shards > 1 and layout.pp > 1:
             static += self._parameters  # gathered once
         live = static + held + (self._in_flight - 1) * saved

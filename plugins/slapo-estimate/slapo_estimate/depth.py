@@ -13,7 +13,7 @@ from slapo_core.internals import Checkpoint, Internals
 from slapo_estimate.block_profile import ProfileBlocks, StepProfile
 from slapo_estimate.estimates import estimate_source
 from slapo_estimate.private import tree_leaves
-from slapo_estimate.reduced_model import BlockKinds, reduce_model
+from slapo_estimate.reduced_model import KEPT, BlockKinds, reduce_model
 from slapo_estimate.source import move_to_meta, of_schedule
 from slapo_runtime.batches import micro_batches
 
@@ -35,6 +35,7 @@ def profile_step(
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     timeout: float = 600.0,
+    kept: int | None = KEPT,
 ) -> StepProfile:
     """Simulate a training step of a model with two blocks of each kind, the first of them checkpointed.
 
@@ -48,12 +49,13 @@ def profile_step(
         optimizer: as for :func:`slapo_core.build`.
         loss: as for :func:`slapo_core.build`.
         timeout: seconds.
+        kept: blocks of each kind; None for all.
 
     Raises:
         EstimateError: the model does not run with fewer blocks, or see :func:`slapo_core.estimate`.
         SlapoError: see :func:`slapo_core.estimate`; or raised by ``apply``.
     """
-    reduced = reduce_model(model, blocks)
+    reduced = reduce_model(model, blocks, kept)
     move_to_meta([reduced.model])
     schedule = create_schedule(reduced.model, mesh=dict(mesh) if mesh else None, example_inputs=batch)
     apply(schedule)
@@ -116,13 +118,13 @@ def run_stages(
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> None:
-    """Cut a reduced model after its first block, and simulate a step of both stages.
+    """Cut a reduced model after its first block, and simulate a step of two micro-batches on the first stage.
 
     Args:
         model: only read.
         blocks: its blocks.
         apply: applies steps to the schedule of the reduced model.
-        batch: one micro-batch.
+        batch: two micro-batches.
         tp: ranks along ``tp``.
         optimizer: as for :func:`slapo_core.build`.
         loss: as for :func:`slapo_core.build`.
@@ -133,8 +135,9 @@ def run_stages(
     reduced = reduce_model(model, blocks)
     move_to_meta([reduced.model])
     mesh = {"pp": 2, "tp": tp}
-    schedule = create_schedule(reduced.model, mesh=mesh, example_inputs=batch)
+    micro = first_samples(batch, samples_of(batch) // 2)
+    schedule = create_schedule(reduced.model, mesh=mesh, example_inputs=micro)
     apply(schedule)
     node: Any = schedule[reduced.paths[0]]
     node.pipeline_split()
-    estimate_source(of_schedule(schedule), batch, mesh=mesh, rank=0, optimizer=optimizer, loss=loss, microbatches=1)
+    estimate_source(of_schedule(schedule), batch, mesh=mesh, rank=0, optimizer=optimizer, loss=loss, microbatches=2)

@@ -52,13 +52,17 @@ class BlockKinds:
         """Return the number of blocks of a kind."""
         return self.kinds.count(kind)
 
-    def kept(self) -> tuple[int, ...]:
-        """Return the numbers of the blocks that a reduced model keeps."""
+    def kept(self, most: int | None = KEPT) -> tuple[int, ...]:
+        """Return the numbers of the first blocks of each kind.
+
+        Args:
+            most: of each kind; None for all.
+        """
         seen: dict[int, int] = {}
         chosen = []
         for number, kind in enumerate(self.kinds):
             seen[kind] = seen.get(kind, 0) + 1
-            if seen[kind] <= KEPT:
+            if most is None or seen[kind] <= most:
                 chosen.append(number)
         return tuple(chosen)
 
@@ -86,17 +90,18 @@ class ReducedModel:
         )
 
 
-def reduce_model(model: nn.Module, blocks: BlockKinds) -> ReducedModel:
-    """Copy a model with at most two blocks of each kind; the model is only read.
+def reduce_model(model: nn.Module, blocks: BlockKinds, most: int | None = KEPT) -> ReducedModel:
+    """Copy a model with few blocks of each kind; the model is only read.
 
     Args:
         model: the model.
         blocks: its blocks.
+        most: blocks of each kind; None for all.
 
     Raises:
         SerializationError: the model cannot be copied.
     """
-    kept = blocks.kept()
+    kept = blocks.kept(most)
     dropped = [path for number, path in enumerate(blocks.paths) if number not in kept]
     memo: dict[int, Any] = {id(model.get_submodule(path)): nn.Identity() for path in dropped}
     copied = copy_model(model, memo, shares_memory=True)

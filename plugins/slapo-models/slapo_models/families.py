@@ -42,7 +42,8 @@ def schedule_for(model: nn.Module) -> Callable[..., None]:
         with contextlib.suppress(UnknownNameError):
             return registry.load(name, "models")  # type: ignore[no-any-return]
     raise UnknownNameError(
-        f"no installed plugin has a schedule for the class {names[0]}", hint="`slapo models list` shows the classes"
+        f"no installed plugin has a schedule for the class {names[0]}",
+        hint="slapo_models.auto(sch) schedules any model; `slapo models list` shows the classes with a ready schedule",
     )
 
 

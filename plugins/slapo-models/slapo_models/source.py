@@ -16,9 +16,8 @@ import torch
 
 import slapo_core as slapo
 from slapo_core.errors import SerializationError
-from slapo_core.internals import Internals
+from slapo_core.internals import Internals, matching
 from slapo_core.primitive import Primitive, Record, Selection
-from slapo_core.tree.selection import matching
 
 _WIDTH = 110
 """Columns after which a chain is broken."""

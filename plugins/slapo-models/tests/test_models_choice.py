@@ -18,7 +18,7 @@ from slapo_core.cli.main import make_app
 from slapo_core.errors import ArgumentError, FitError
 from slapo_estimate.composition import Layout, Prediction
 from slapo_models.choice.commands import as_plain, python_of
-from slapo_models.choice.search import Candidate, Choice, auto_schedule, divisors, ordered
+from slapo_models.choice.search import Candidate, Choice, auto_schedule, divisors, largest_profiled, ordered
 from slapo_models.choice.study import study_source
 from slapo_tune.space import Space
 
@@ -150,8 +150,31 @@ def test_of_equal_times_the_fewest_steps_win_and_the_rest_is_by_time() -> None:
     assert ordered([]) == []
 
 
-def test_divisors_ascend() -> None:
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+@pytest.mark.parametrize(("samples", "size"), [(1, 1), (17, 17), (12, 12), (64, 16), (51, 3)])
+def test_profiled_sizes_are_two_wherever_there_are_two(samples: int, size: int) -> None:
+    assert largest_profiled(divisors(samples)) == size
+
+
+class Counting(Net):
+    """It counts its blocks by itself, so that it does not run with fewer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(8):
+            x = self.blocks[number](x)
+        return x.square().mean()
+
+
+@pytest.mark.ranks
+@pytest.mark.breadth
+def test_a_model_that_needs_all_blocks_is_predicted_with_all_blocks() -> None:
+    with torch.device("meta"):
+        model = Counting()
+    told: list[str] = []
+    batch = ids(1, 64)
+    choice = auto_schedule(model, batch, devices=1, optimizer=ADAMW, schedule=steps, tell=told.append)
+    found: Any = choice.schedule.estimate(batch, optimizer=ADAMW)
+    assert "tp=1, micro-batches of 1, with all blocks" in told
+    assert choice.best.prediction.memory == pytest.approx(found.memory.total, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import EarlyStoppingCallback
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_process, run_ranks
@@ -35,6 +36,7 @@ class Case:
         change: made to the reference model first, or another model of it.
         apply: the steps of the schedule; None: those of the name.
         rtol: of the log lines.
+        trains: calls of ``train``, of which the last is compared.
     """
 
     model: str = "llama"
@@ -44,6 +46,7 @@ class Case:
     change: Callable[[Any], Any] | None = None
     apply: Callable[[Any], None] | None = None
     rtol: float = 1e-9
+    trains: int = 1
 
 
 class Batches:
@@ -156,6 +159,10 @@ def adapters(sch: Any) -> None:
     base["lm_head"].sync("bwd_post", "all_reduce").linear_cross_entropy()
 
 
+def float32(made: Any) -> Any:
+    return made.float()
+
+
 def unsplit(sch: Any) -> None:
     """Leave all tensors whole: of replicas of replicas."""
 
@@ -196,7 +203,21 @@ COMMON: dict[str, Case] = {
         4,
     ),
     "no counts, no clipping": Case(
-        "gpt2", {"include_num_input_tokens_seen": "no", "max_grad_norm": 0.0, "optim": "sgd", "eval_on_start": True}
+        "gpt2",
+        {"include_num_input_tokens_seen": "no", "max_grad_norm": 0.0, "optim": "sgd", "eval_on_start": True},
+        trains=2,
+    ),
+    "early end": Case(
+        "gpt2",
+        {
+            **dict.fromkeys(("eval_steps", "save_steps"), 1),
+            "save_strategy": "steps",
+            "save_total_limit": 1,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "loss",
+            "learning_rate": 0.3,
+        },
+        {**ODD, "callbacks": [EarlyStoppingCallback(1)]},
     ),
     "Adafactor": Case("llama", {"optim": "adafactor", "eval_accumulation_steps": 1}, {}, 2),
     "one sample": Case("llama", {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}, ODD),
@@ -212,8 +233,9 @@ COMMON: dict[str, Case] = {
     "sequence, smoothing": Case("llama", SMOOTH, {"data_collator": even}, 2, apply=sequence),
     "kernels": Case("llama", {"max_steps": 2}, change=eager, apply=kernels, rtol=1e-6),  # in float64, the model is not
     "frozen": Case("llama", {"max_grad_norm": 0.1}, {}, 2, change=freeze),
-    "streams": Case("llama", {}, {"train_dataset": Stream(48, seed=2), "eval_dataset": Stream(8, seed=3)}, 2),
     "adapters": Case("llama", {**SMOOTH, "max_grad_norm": 0.01}, ODD, 2, change=adapt, apply=adapters),
+    "streams": Case("llama", {}, {"train_dataset": Stream(48, seed=2), "eval_dataset": Stream(8, seed=3)}, 2),
+    "bfloat16": Case("llama", {"bf16": True, "max_steps": 2}, change=float32, rtol=2e-2),
     "tied": Case("llama", {}, {}, 2, change=tie),
 }
 OF_ONE_REPLICA: dict[str, Case] = {
@@ -269,7 +291,8 @@ def results(
     for name, case in cases.items():
         steps = case.steps * (replicas if mesh is None else 1)
         run = make(case, {"gradient_accumulation_steps": steps}, directory / name, mesh, fsdp)
-        run.train()
+        for _ in range(case.trains):
+            run.train()
         predicted = run.predict(samples(6 if case.model == "t5" else 7, seed=5))
         run.state.log_history.append(predicted.metrics)
         *lines, metrics = log(run)
@@ -303,8 +326,8 @@ def _tensors(predictions: Any) -> list[torch.Tensor]:
 
 @pytest.mark.ranks
 def test_options_over_shards_of_replicas(tmp_path: Path) -> None:
-    sample = ("smoothing of causal labels", "streams")
-    compare({name: COMMON[name] for name in sample}, tmp_path, {"dp": 2, "tp": 2}, fsdp=True)
+    name = "smoothing of causal labels"
+    compare({name: COMMON[name]}, tmp_path, {"dp": 2, "tp": 2}, fsdp=True)
 
 
 @pytest.mark.breadth

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import slapo_core as slapo
+from slapo_runtime.private import set_timeout
 from tests.integration.zoo import losses
 from tests.integration.zoo.architectures import Architecture, CannotMake, architectures
 from tests.integration.zoo.checks import blocks
@@ -49,7 +50,7 @@ __all__ = ["SCHEDULES", "Judgment", "cases", "judge_all", "judge_on_ranks", "pla
 
 TIME_LIMIT = 60
 TOGETHER = 12
-_WAITING = datetime.timedelta(seconds=60)
+_WAITING = datetime.timedelta(seconds=40)
 _TORCH = (
     "transformer", "transformer encoder", "lstm", "gru", "multihead attention", "resnet with batch norm",
     "resnet with group norm", "depthwise convolution", "shared modules", "nested outputs",
@@ -427,6 +428,7 @@ def _scheduled(
     import torch.distributed as dist
 
     sch = slapo.create_schedule(reference.make(), mesh={"tp": ranks}, example_inputs=reference.example)
+    set_timeout(sch.mesh.group("tp"), _WAITING)
     if everywhere:
         return sch, schedule(sch)
     answer: list[Any] = [None]
@@ -549,7 +551,7 @@ def _quiet() -> None:
     import torch.distributed as dist
     import transformers
 
-    dist.distributed_c10d._set_pg_timeout(_WAITING, dist.distributed_c10d._get_default_group())  # type: ignore[attr-defined]
+    set_timeout(dist.group.WORLD, _WAITING)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)

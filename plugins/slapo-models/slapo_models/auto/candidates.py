@@ -48,9 +48,14 @@ class Candidate:
     counts: tuple[int, ...] = ()
 
     @property
-    def elements(self) -> int:
-        """The number of elements of its parameters."""
-        return sum(math.prod(member.shape) for member in self.members if len(member.shape) > 1)
+    def elements(self) -> float:
+        """The number of elements that are split."""
+        found = 0.0
+        for member in self.members:
+            axis = next(axis for axis in member.axes if not set(self.leaves).isdisjoint(axis.leaves()))
+            share = sum(size for size, is_split in matrices(axis, self.leaves) if is_split) / axis.size
+            found += share * math.prod(member.shape) if len(member.shape) > 1 else 0
+        return found
 
     @property
     def what(self) -> str:
@@ -62,7 +67,7 @@ def members_by_leaf(graph: Graph) -> dict[Axis, list[Value]]:
     """Return leaf -> parameters and buffers with it, in the model's order."""
     found: dict[Axis, list[Value]] = {}
     for value in dict.fromkeys(graph.recording.values.values()):
-        for leaf in sorted(graph.leaves(value), key=lambda leaf: -leaf.size):
+        for leaf in dict.fromkeys(leaf for axis in value.axes for leaf in axis.leaves()):  # the same on every rank
             found.setdefault(leaf, []).append(value)
     return found
 
@@ -101,10 +106,11 @@ def prove(graph: Graph, candidate: Candidate) -> None:
 
 def _extents(graph: Graph, candidate: Candidate) -> set[int]:
     found = {leaf.size for leaf in candidate.leaves}
+    own = {leaf for member in candidate.members for leaf in graph.leaves(member)}
     for leaf in candidate.leaves:
         for operator in graph.operators_of.get(leaf, ()):
             for value in (*operator.inputs, *operator.results):
-                found |= {axis.size for axis in value.axes if leaf in axis.leaves()}
+                found |= {axis.size for axis in value.axes if leaf in axis.leaves() and own.issuperset(axis.leaves())}
     return found
 
 
@@ -182,8 +188,12 @@ def steps(candidate: Candidate) -> list[Step]:
     for path, positions in placement.sums.items():
         options = [("outputs", positions)] if positions else []
         found.append(Step(path, "sync", ("fwd_post", "all_reduce"), tuple(options), "its output is a partial sum"))
+    summed: dict[str, list[str]] = {}
     for path, name in placement.parameters:
-        found.append(Step(path, "sync_gradient", (name,), (), "it is on every rank and sees a shard"))
+        summed.setdefault(path, []).append(name)
+    for path, names in summed.items():
+        given = names[0] if len(names) == 1 else tuple(sorted(names, reverse=True))
+        found.append(Step(path, "sync_gradient", (given,), (), "it is on every rank and sees a shard"))
     for path in placement.streams:
         found.append(Step(path, "fork_rng", (), (), "it uses the RNG on a shard"))
     return found

@@ -10,7 +10,7 @@ import torch
 from slapo_models.auto.axes import Axis, concatenation, divided, piece, product, unify, viewed
 from slapo_models.auto.recording import CONSTANT, Operator, Recording, Value
 
-Rule = Callable[[Operator], None]
+Rule = Callable[[Operator], list[Axis] | None]
 _RULES: dict[str, Rule] = {}
 
 CONTRACTED: str = "contracted"
@@ -33,9 +33,10 @@ def infer(recording: Recording) -> dict[int, list[Axis]]:
                     _block(value, f"a constant of {operator.where}")
         rule = _rule_of(operator)
         try:
-            summed = rule(operator)  # type: ignore[func-returns-value]
+            summed = rule(operator)
         except (IndexError, KeyError, TypeError, ValueError, AttributeError):  # arguments that the rule does not know
-            summed = _unknown(operator)
+            _unknown(operator)
+            summed = None
         if summed:
             contractions[operator.index] = list(summed)
         for value in operator.results:
@@ -45,6 +46,9 @@ def infer(recording: Recording) -> dict[int, list[Axis]]:
                 value.axes = []
                 _unknown(operator)
                 break
+        for value in operator.results:
+            if value.changed_gradient:
+                _block(value, value.changed_gradient)
     return contractions
 
 
@@ -307,14 +311,13 @@ def _pad(operator: Operator) -> None:
 @rule("sum", "mean", "amax", "amin", "var", "var_mean", "std", "std_mean", "any", "all", "max", "min", "argmax",
       "argmin", "logsumexp", "linalg_vector_norm", "norm", "prod", "median", "count_nonzero", "nansum")  # fmt: skip
 def _reduce(operator: Operator) -> None:
-    source = operator.arguments.get("self", operator.arguments.get("x"))
+    source: Any = operator.arguments.get("self", operator.arguments.get("x"))
     if isinstance(operator.arguments.get("other"), Value):  # of two tensors, element by element
         return _pointwise(operator)
     dims = operator.arguments.get("dim")
     every = dims is None or dims == []
-    gone = {
-        _dim(source, dim) for dim in (range(len(source.axes)) if every else [dims] if isinstance(dims, int) else dims)
-    }
+    given: Any = range(len(source.axes)) if every else [dims] if isinstance(dims, int) else dims
+    gone = {_dim(source, dim) for dim in given}
     _block(source, operator.where, gone)
     for result in operator.results:
         kept = len(result.shape) == len(source.axes)
@@ -379,8 +382,8 @@ def _batch_norm(operator: Operator) -> None:
 @rule("mm", "bmm", "addmm", "baddbmm", "matmul", "mv", "dot", "addbmm", "_grouped_mm", "addmv", "linear")
 def _product(operator: Operator) -> list[Axis]:
     values = operator.arguments
-    a = values.get("mat1", values.get("batch1", values.get("self")))
-    b = values.get("mat2", values.get("batch2", values.get("vec", values.get("tensor"))))
+    a: Any = values.get("mat1", values.get("batch1", values.get("self")))
+    b: Any = values.get("mat2", values.get("batch2", values.get("vec", values.get("tensor"))))
     if operator.name in ("aten::addmm", "aten::baddbmm", "aten::mm", "aten::bmm"):
         unify(a.axes[-1], b.axes[-2], operator.where)
         axes = [*a.axes[:-1], b.axes[-1]]

@@ -85,15 +85,18 @@ _LINEAR = frozenset(
     f"aten::{name}"
     for name in (
         "view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "clone", "_to_copy",
-        "alias", "slice", "select", "split", "split_with_sizes", "unbind", "sum", "mean", "neg", "index", "index_select",
-        "unflatten", "reshape", "view_copy", "gather", "constant_pad_nd", "repeat",
+        "alias", "slice", "select", "split", "split_with_sizes", "unbind", "sum", "mean", "neg", "index",
+        "index_select", "unflatten", "reshape", "view_copy", "gather", "constant_pad_nd", "repeat",
     )
 )  # fmt: skip
+COPIES = frozenset(("aten::clone", "aten::alias", "aten::detach", "aten::_to_copy", "slapo::overwritten"))
+"""Whether memory is copied depends on sizes."""
 _FAR = 5000
 _SCALED = frozenset(f"aten::{name}" for name in ("mul", "mul_", "div", "div_"))
 _ADDED = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "cat", "stack"))
 _INTO_ZEROS = frozenset(f"aten::{name}" for name in ("index_add", "index_add_", "index_put", "index_put_", "copy_",
                                                      "scatter_add", "scatter_add_"))  # fmt: skip
+_SAME = frozenset(f"aten::{name}" for name in ("detach", "alias", "clone", "view", "_to_copy", "expand", "slice"))
 _MADE_NEW = frozenset(f"aten::{name}" for name in ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like"))
 _PIECES = frozenset(f"aten::{name}" for name in ("slice", "split", "split_with_sizes", "narrow", "index"))
 _ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros"))
@@ -471,4 +474,6 @@ def _terms(operator: Operator) -> list[object]:
 
 def _is_zero(value: Value) -> bool:
     """Return whether a tensor was made of zeros."""
+    while value.made_by is not None and value.made_by.name in _SAME:
+        value = value.made_by.arguments["self"]
     return value.made_by is not None and value.made_by.name in _ZEROS and value.origin not in (PARAMETER, BUFFER)

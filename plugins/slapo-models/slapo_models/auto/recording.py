@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.internals import buffers_of, copies, module_calls_through, parameters_of
@@ -23,6 +25,14 @@ from slapo_models.auto.private import (
     unset_fake_temporarily,
 )
 
+_CONSTANT = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("detach", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "sign", "round"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "floor", "ceil", "trunc"),
+    )
+)
+"""Operators whose results have no gradient."""
 _SHORT = 64  # elements of an index whose values are kept
 PARAMETER, BUFFER, INPUT, CONSTANT, RESULT = "parameter", "buffer", "input", "constant", "result"
 
@@ -81,6 +91,7 @@ class Value:
         axes: filled by the operators' rules.
         needs_gradient: whether a gradient flows to it.
         numbers: the elements of a short integer tensor, where they are known.
+        changed_gradient: what changes its gradient in a way that is not known; ``""``: nothing.
     """
 
     shape: tuple[int, ...]
@@ -92,6 +103,7 @@ class Value:
     axes: list[Axis] = field(default_factory=list)
     needs_gradient: bool = False
     numbers: tuple[int, ...] | None = None
+    changed_gradient: str = ""
 
 
 @dataclass(eq=False)
@@ -122,7 +134,9 @@ class Operator:
     @property
     def is_random(self) -> bool:
         """Whether it uses the RNG."""
-        return self.function is not None and torch.Tag.nondeterministic_seeded in self.function.tags
+        if self.function is None or torch.Tag.nondeterministic_seeded not in self.function.tags:
+            return False
+        return bool(self.arguments.get("dropout_p", True))  # an attention may have no dropout
 
     @property
     def where(self) -> str:
@@ -178,13 +192,14 @@ class Watch:
         """Look at a finished call of a module."""
 
 
-def record(model: nn.Module, inputs: Any, watch: Watch | None = None) -> Recording:
+def record(model: nn.Module, inputs: Any, watch: Watch | None = None, *, training: bool = True) -> Recording:
     """Record a forward of a model on the meta device.
 
     Args:
-        model: on the meta device; its state may change.
+        model: on the meta device.
         inputs: a mapping of keyword arguments, a tuple of positional ones, or one argument.
         watch: looks at each operator and call.
+        training: whether in training mode, with gradients.
     """
     mode = FakeMode(_device_of(inputs))
     known = KnownValues(mode)
@@ -197,14 +212,45 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None) -> Recordi
             known.set_value(made, torch.ones(tensor.shape, dtype=tensor.dtype))
         else:
             known.copy_value(tensor, made)
-        recorder.add_input(made, tensor.requires_grad)
+        recorder.add_input(made)
         return made
 
     args, kwargs = arguments_of(tree_map_only(torch.Tensor, fake, inputs))
-    with mode, hide_fake_tensors(), recorder, _Collectives(recorder), PATCHING, module_calls_through(recorder.call):
+    with (
+        _unchanged(model),
+        mode,
+        hide_fake_tensors(),
+        recorder,
+        _Collectives(recorder),
+        PATCHING,
+        module_calls_through(recorder.call),
+        torch.set_grad_enabled(training),
+    ):
+        model.train(training)
         output = model(*args, **kwargs)
     recorder.recording.outputs = [recorder.value(leaf) for leaf in tensors_in(output)]
     return recorder.recording
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Put the attributes and buffers of modules back, which a forward may set."""
+    before = [(module, dict(vars(module)), dict(buffers_of(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            buffers_of(module).update(buffers)
+
+
+def first_row(inputs: Any) -> Any | None:
+    """Return a batch of one sample; None where the batch has no axis of samples."""
+    sizes = {leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(sizes) != 1 or sizes == {1}:
+        return None
+    return tree_map_only(Tensor, lambda tensor: tensor[:1] if tensor.dim() else tensor, inputs)
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -253,6 +299,7 @@ class _Recorder(TorchDispatchMode):
         self._tensors: dict[int, Tensor] = {}
         self._storages: dict[int, list[Tensor]] = {}
         self._stale: dict[int, tuple[Value, Call]] = {}
+        self._backwards: dict[int, Any] = {}
         for kind in (PARAMETER, BUFFER):
             self._add_state(model, kind)
 
@@ -270,9 +317,9 @@ class _Recorder(TorchDispatchMode):
             for path, name in names[key]:
                 self.recording.values[f"{path}.{name}".lstrip(".")] = value
 
-    def add_input(self, tensor: Tensor, needs_gradient: bool) -> None:
-        """Add a tensor of the batch."""
-        self._add(tensor, INPUT).needs_gradient = needs_gradient
+    def add_input(self, tensor: Tensor) -> None:
+        """Add a tensor of the batch, whose gradient may be asked for."""
+        self._add(tensor, INPUT).needs_gradient = tensor.is_floating_point()
 
     def _add(self, tensor: Tensor, origin: str) -> Value:
         value = Value(tuple(tensor.shape), tensor.dtype, origin)
@@ -313,6 +360,7 @@ class _Recorder(TorchDispatchMode):
         self._numbers[path] = number + 1
         call = Call(path, module, around, number)
         self.recording.calls.append(call)
+        key: int | str
         for key, argument in (*enumerate(args), *kwargs.items()):
             for position, tensor in enumerate(tensors_in(argument)):
                 call.inputs[key if isinstance(argument, Tensor) else f"{key}.{position}"] = self.value(tensor)
@@ -329,6 +377,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_silent or func.namespace == "prim" or func is torch.ops.aten._local_scalar_dense.default:
             return self._run(func, args, kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                self._add_own_backward(leaf)
         arguments = {
             name: tree_map_only(Tensor, self.value, value) for name, value in _bound(func, args, kwargs).items()
         }
@@ -340,13 +391,30 @@ class _Recorder(TorchDispatchMode):
                 self._write(_bound(func, args, kwargs).get(argument.name), operator)
         return result
 
+    def _add_own_backward(self, tensor: Tensor) -> None:
+        """Record the backward of an ``autograd.Function`` of the user's behind its forward, as more operators."""
+        if tensor._backward_hooks:
+            self.value(tensor).changed_gradient = "a hook on its gradient"
+        backward: Any = tensor.grad_fn
+        if not isinstance(backward, BackwardCFunction) or id(backward) in self._backwards:
+            return
+        cls: Any = getattr(backward, "_forward_cls", None)
+        if _is_ours(cls.__module__):
+            return
+        self._backwards[id(backward)] = backward  # so that no other one gets its id
+        try:
+            with self, torch.no_grad():
+                backward.apply(torch.empty_like(tensor))
+        except Exception:  # noqa: BLE001 - of several results, or whatever it raises without memory
+            self.value(tensor).changed_gradient = f"the backward of {cls.__name__}"
+
     def add(self, operator: Operator, results: list[Tensor]) -> None:
         """Add an operator with its results."""
         self.recording.operators.append(operator)
         operator.call.operators.append(operator)
         for value in dict.fromkeys(operator.inputs):
             value.uses.append(operator)
-        flows = torch.is_grad_enabled() and operator.name not in ("aten::detach",)
+        flows = torch.is_grad_enabled() and operator.name not in _CONSTANT
         flows = flows and any(value.needs_gradient for value in operator.inputs)
         for tensor in results:
             value = self._add(tensor, RESULT)
@@ -406,6 +474,10 @@ def _all_true(indices: Any, nonzero: Callable[[Tensor], Tensor]) -> list[Any]:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
         found.extend(nonzero(index).unbind(1) if is_mask else [index])
     return found
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0].startswith(("slapo_", "torch"))
 
 
 def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

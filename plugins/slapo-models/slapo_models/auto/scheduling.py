@@ -10,15 +10,18 @@ from slapo_core.errors import ArgumentError, SlapoError
 from slapo_core.internals import caller_location
 from slapo_models.auto.axes import Axis
 from slapo_models.auto.candidates import Candidate, Step, candidates, prove, steps
+from slapo_models.auto.finish import finish
 from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Recording, Value, record, without_memory
 from slapo_models.auto.report import AutoReport
+from slapo_models.auto.situations import further_situations
 from slapo_models.auto.trial import Trial, apply
 from slapo_models.auto.vocabulary import vocabularies
-from slapo_models.choice.finish import finish
 
 if TYPE_CHECKING:
+    from torch import nn
+
     import slapo_core as slapo
 
 
@@ -39,7 +42,9 @@ def schedule_automatically(
     if sequence_parallel:
         raise ArgumentError("sequence_parallel=True is not supported yet", hint="leave it out")
     report = split_tensors(sch, inputs)
-    return replace(report, notes=(*report.notes, *finish(sch, inputs, memory=memory, kernels=kernels)))
+    return replace(
+        report, notes=(*report.notes, *finish(sch, inputs, split=split_tensors, memory=memory, kernels=kernels))
+    )
 
 
 def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
@@ -48,9 +53,11 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
     if ranks == 1:
         return AutoReport((), {}, (), ("mesh_dim 'tp' has one rank: nothing to split",))
     assert sch.mesh is not None
-    location = caller_location()
-    recording = _recorded(sch, inputs)
+    location = caller_location("slapo_models")
+    copied = without_memory(sch.model)
+    recording = _recorded(copied, inputs)
     graph = Graph(recording, infer(recording))
+    others, assumptions = further_situations(copied, inputs, graph)
     reasons: dict[Value, str] = {}
     failures: dict[Axis, str] = {}
     taken: set[Value] = set()
@@ -60,13 +67,15 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
             continue
         try:
             prove(graph, candidate)
+            for other in others:
+                other.prove(candidate)
         except LeftWhole as reason:
             failures.update(dict.fromkeys(candidate.leaves, str(reason)))
             continue
         taken.update(candidate.members)
         proved.append(candidate)
     own = {each: steps(each) for each in proved}
-    trial = Trial(sch.model, sch.mesh.sizes, inputs, graph)
+    trial = Trial(sch.model, sch.mesh.sizes, inputs, graph, others)
     attributes, failed = trial.settle(proved, own)
     for each, text in failed.items():
         taken.difference_update(each.members)
@@ -88,13 +97,14 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
             taken.add(value)
         except SlapoError as error:
             sch.undo(to=before)
-            reasons[value] = error.message
+            reasons[value] = " ".join(error.message.split())
+    recording.assumptions.update(assumptions)
     return _report(recording, taken, reasons, failures, ranks)
 
 
-def _recorded(sch: slapo.Schedule, inputs: Any) -> Recording:
+def _recorded(model: nn.Module, inputs: Any) -> Recording:
     try:
-        return record(without_memory(sch.model), inputs)
+        return record(model, inputs)
     except SlapoError:
         raise
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -14,8 +14,9 @@ from slapo_core.errors import SlapoError
 from slapo_core.internals import Internals
 from slapo_models.auto.axes import PRODUCT, SUM, Axis
 from slapo_models.auto.candidates import Candidate, Step, local_shape
-from slapo_models.auto.placement import Graph, LeftWhole
+from slapo_models.auto.placement import COPIES, Graph, LeftWhole
 from slapo_models.auto.recording import Call, Operator, Value, Watch, record, without_memory
+from slapo_models.auto.situations import Situation
 
 NAMES = {
     "shard": "tp.shard",
@@ -25,7 +26,7 @@ NAMES = {
     "fork_rng": "tp.fork_rng",
     "linear_cross_entropy": "loss.linear_cross_entropy",
 }
-_MOST_ATTEMPTS = 64
+_MOST_ATTEMPTS = 20
 
 
 class Mismatch(Exception):  # noqa: N818 - an answer, not an error
@@ -34,11 +35,12 @@ class Mismatch(Exception):  # noqa: N818 - an answer, not an error
     Args:
         call: of the module where it differs; None outside of any.
         what: the difference.
+        expected: the operator of the reference model there.
     """
 
-    def __init__(self, call: Call | None, what: str) -> None:
+    def __init__(self, call: Call | None, what: str, expected: Operator | None = None) -> None:
         super().__init__(what)
-        self.call, self.what = call, what
+        self.call, self.what, self.expected = call, what, expected
 
 
 def apply(schedule: slapo.Schedule, step: Step, location: str | None = None) -> None:
@@ -56,11 +58,14 @@ class Trial:
         mesh: the sizes of the mesh.
         inputs: one batch.
         graph: the reference recording.
+        others: further situations to run.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mapping[str, int], inputs: Any, graph: Graph) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mapping[str, int], inputs: Any, graph: Graph, others: Sequence[Situation]
+    ) -> None:
         self.schedule = slapo.create_schedule(without_memory(model), mesh=slapo.Mesh(mesh))
-        self._inputs, self._graph, self._ranks = inputs, graph, mesh["tp"]
+        self._inputs, self._graph, self._ranks, self._others = inputs, graph, mesh["tp"], others
         self._attributes: dict[type, tuple[str, ...]] = {}
 
     def settle(
@@ -82,13 +87,15 @@ class Trial:
             if refusal:
                 continue
             mismatch = self._run(kept)
+            if mismatch is not None and not kept:
+                return {}, failed  # the model differs from run to run
             if mismatch is not None and not self._search(mismatch, kept, steps):
                 for each in self._to_blame(mismatch, kept):
                     failed[each] = mismatch.what
                 continue
             if mismatch is not None:
                 continue
-            attributes = {each: self._attribute_steps(each) for each in kept}
+            attributes = self._attribute_steps(kept)
             if self._finish(kept, steps, failed):
                 self.schedule.undo(to=0)
                 return attributes, failed
@@ -98,13 +105,14 @@ class Trial:
     ) -> bool:
         self.schedule.undo(to=0)
         refused = False
+        attributes = self._attribute_steps(kept)
         for each in kept:
             own = [step for step in steps[each] if step.name == "shard"]
             try:
-                for step in (*own, *self._attribute_steps(each)):
+                for step in (*own, *attributes[each]):
                     apply(self.schedule, step)
             except SlapoError as error:
-                failed[each] = error.message
+                failed[each] = " ".join(error.message.split())
                 refused = True
         return refused
 
@@ -119,33 +127,48 @@ class Trial:
                     if step.name != "shard":
                         apply(self.schedule, step)
             except SlapoError as error:
-                failed[each] = error.message
+                failed[each] = " ".join(error.message.split())
         return len(failed) == before
 
     def _run(self, kept: list[Candidate]) -> Mismatch | None:
+        """Run in every situation; return the first difference."""
         leaves = frozenset(leaf for each in kept for leaf in each.leaves)
+        found = self._run_in(self._graph, self._inputs, leaves, training=True)
+        for other in self._others:
+            if found is None:
+                leaves = frozenset(leaf for each in kept for leaf in other.leaves[each])
+                found = self._run_in(other.graph, other.inputs, leaves, training=other.training)
+        return found
+
+    def _run_in(self, graph: Graph, inputs: Any, leaves: frozenset[Axis], *, training: bool) -> Mismatch | None:
         changed = {record.path for record in self.schedule.records if record.name == "tp.shard"}
-        watch = _Comparison(self._graph, leaves, self._ranks, changed)
+        watch = _Comparison(graph, leaves, self._ranks, changed)
         try:
-            record(self.schedule.model, self._inputs, watch)
+            record(self.schedule.model, inputs, watch, training=training)
         except Mismatch as mismatch:
+            mismatch.expected = watch.expected(mismatch.call)
             return mismatch
         except Exception as error:  # noqa: BLE001 - whatever the model raises with wrong sizes
             text = " ".join(str(error).split())[:120]
-            return Mismatch(watch.running, f"it raises {type(error).__name__}: {text}")
+            following = watch.expected(watch.running, following=True)
+            return Mismatch(watch.running, f"it raises {type(error).__name__}: {text}", following)
         return None
 
     # -- attributes -------------------------------------------------------------------------------------------
 
-    def _attribute_steps(self, candidate: Candidate) -> list[Step]:
-        found = []
-        for path in candidate.placement.regions:
-            names = self._attributes.get(type(self.schedule.model.get_submodule(path)), ())
-            module = self.schedule.model.get_submodule(path)
-            own = tuple(name for name in names if _value(module, name) is not None)
-            if own:
+    def _attribute_steps(self, kept: Sequence[Candidate]) -> dict[Candidate, list[Step]]:
+        """Return the steps for attributes, each module's with the first split that needs them."""
+        found: dict[Candidate, list[Step]] = {each: [] for each in kept}
+        seen: set[str] = set()
+        for each in kept:
+            for path in each.placement.regions:
+                module = self.schedule.model.get_submodule(path)
+                own = tuple(name for name in self._attributes.get(type(module), ()) if _value(module, name) is not None)
+                if not own or path in seen:
+                    continue
+                seen.add(path)
                 reason = f"its forward reads {' and '.join(own)} as the extent of a shard"
-                found.append(Step(path, "shard_attribute", (own[0] if len(own) == 1 else own,), (), reason))
+                found[each].append(Step(path, "shard_attribute", (own[0] if len(own) == 1 else own,), (), reason))
         return found
 
     def _search(self, mismatch: Mismatch, kept: list[Candidate], steps: Mapping[Candidate, list[Step]]) -> bool:
@@ -153,30 +176,57 @@ class Trial:
         call = mismatch.call
         while call is not None:
             owners = [each for each in kept if call.path in each.placement.regions]
-            if owners and type(call.module) not in self._attributes and self._search_in(call, owners, kept, steps):
+            if (
+                owners
+                and type(call.module) not in self._attributes
+                and self._search_in(call, mismatch, owners, kept, steps)
+            ):
                 return True
             call = call.around
         return False
 
     def _search_in(
-        self, call: Call, owners: list[Candidate], kept: list[Candidate], steps: Mapping[Candidate, list[Step]]
+        self,
+        call: Call,
+        mismatch: Mismatch,
+        owners: list[Candidate],
+        kept: list[Candidate],
+        steps: Mapping[Candidate, list[Step]],
     ) -> bool:
+        """Add the attributes one by one that bring the run further, or two at once."""
         module = self.schedule.model.get_submodule(call.path)
-        cls = type(module)
-        counts = {count for each in owners for count in each.counts}
-        for names in itertools.islice(_sets(module, counts, self._ranks), _MOST_ATTEMPTS):
-            self._attributes[cls] = names
-            self.schedule.undo(to=0)
-            failed: dict[Candidate, str] = {}
-            if self._apply(kept, steps, failed):
-                continue
-            again = self._run(kept)
-            if again is None or again.call is None or not isinstance(again.call.module, cls):
-                return True
-        self._attributes.pop(cls, None)
-        return False
+        cls, counts = type(module), {count for each in owners for count in each.counts}
+        names = _choices(module, counts, self._ranks)
+        chosen: tuple[str, ...] = ()
+        reached = mismatch.expected.index if mismatch.expected is not None else -1
+        while True:
+            best: tuple[int, tuple[str, ...]] = (reached, ())
+            rest = [name for name in names if name not in chosen]
+            for number in (1, 2):
+                for added in itertools.islice(itertools.combinations(rest, number), _MOST_ATTEMPTS):
+                    self._attributes[cls] = (*chosen, *added)
+                    if self._apply(kept, steps, {}):
+                        continue
+                    after = self._run(kept)
+                    if after is None or after.call is None or not isinstance(after.call.module, cls):
+                        return True
+                    at = after.expected.index if after.expected is not None else -1
+                    if at > best[0]:
+                        best = (at, (*chosen, *added))
+                if best[1]:
+                    break
+            if not best[1]:
+                self._attributes.pop(cls, None)
+                return False
+            reached, chosen = best
 
     def _to_blame(self, mismatch: Mismatch, kept: list[Candidate]) -> list[Candidate]:
+        if mismatch.expected is not None:
+            values = (*mismatch.expected.inputs, *mismatch.expected.results)
+            leaves = {leaf for value in values for leaf in self._graph.leaves(value)}
+            found = [each for each in kept if not leaves.isdisjoint(each.leaves)]
+            if found:
+                return self._alike(found, kept)
         call = mismatch.call
         while call is not None:
             kinds = {type(call.module)}
@@ -190,6 +240,16 @@ class Trial:
             call = call.around
         return kept
 
+    def _alike(self, found: list[Candidate], kept: list[Candidate]) -> list[Candidate]:
+        """Return the splits of the same tensors in repeated blocks."""
+        kinds = {_kinds(each) for each in found}
+        return [each for each in kept if _kinds(each) in kinds]
+
+
+def _kinds(candidate: Candidate) -> tuple[str, ...]:
+    paths = (".".join(filter(None, name)) for member in candidate.members for name in member.names[:1])
+    return tuple(".".join("*" if level.isdigit() else level for level in path.split(".")) for path in paths)
+
 
 def _value(module: nn.Module, name: str) -> int | None:
     owner: Any = module
@@ -200,17 +260,18 @@ def _value(module: nn.Module, name: str) -> int | None:
     return value if type(value) is int else None
 
 
-def _sets(module: nn.Module, counts: set[int], ranks: int) -> Iterator[tuple[str, ...]]:
-    """Yield sets of attributes that the forward reads and that hold such a count, small ones first."""
+def _choices(module: nn.Module, counts: set[int], ranks: int) -> list[str]:
+    """Return the attributes that the forward reads and that hold such a count."""
     read = _names_read(type(module))
     names = [name for name, value in vars(module).items() if type(value) is int and value in counts and name in read]
     config = getattr(module, "config", None)
     if "config" in read and hasattr(config, "__dict__"):
-        names += [f"config.{name}" for name, value in vars(config).items() if type(value) is int and value in counts
-                  and name in read]  # fmt: skip
-    names = [name for name in names if (_value(module, name) or 1) % ranks == 0]
-    for size in range(1, len(names) + 1):
-        yield from itertools.combinations(names, size)
+        names += [
+            f"config.{name}"
+            for name, value in vars(config).items()
+            if type(value) is int and value in counts and name in read
+        ]
+    return [name for name in names if (_value(module, name) or 1) % ranks == 0]
 
 
 def _names_read(cls: type) -> set[str]:
@@ -245,14 +306,12 @@ def _names_read(cls: type) -> set[str]:
 _RESIZED = frozenset(
     f"aten::{name}"
     for name in (
-        "view", "_unsafe_view", "expand", "repeat", "reshape", "zeros", "ones", "empty", "full", "new_zeros", "new_ones",
-        "new_full", "new_empty", "split", "split_with_sizes", "slice", "rand", "randn", "empty_strided", "as_strided",
-        "_reshape_alias", "unflatten", "new_empty_strided", "native_layer_norm", "convolution", "narrow",
+        "view", "_unsafe_view", "expand", "repeat", "reshape", "zeros", "ones", "empty", "full", "new_zeros",
+        "new_ones", "new_full", "new_empty", "split", "split_with_sizes", "slice", "rand", "randn", "empty_strided",
+        "as_strided", "_reshape_alias", "unflatten", "new_empty_strided", "native_layer_norm", "convolution", "narrow",
     )
 )  # fmt: skip
 _ALIKE = {"aten::_unsafe_view": "aten::view"}
-_COPIES = frozenset(("aten::clone", "aten::alias", "aten::detach", "slapo::overwritten"))
-"""Whether memory is copied depends on sizes."""
 
 
 class _Comparison(Watch):
@@ -270,6 +329,15 @@ class _Comparison(Watch):
         self._positions: dict[Call, int] = {}
         self.running: Call | None = None
 
+    def expected(self, call: Call | None, *, following: bool = False) -> Operator | None:
+        """Return the operator of the reference model where a call is, or the one after it."""
+        calls = self._graph.calls_of.get(call.path, ()) if call is not None else ()
+        if call is None or call.number >= len(calls):
+            return None
+        position = self._positions.get(call, 0) - (0 if following else 1)
+        operators = calls[call.number].operators
+        return operators[position] if 0 <= position < len(operators) else None
+
     def _reference(self, call: Call) -> Call:
         calls = self._graph.calls_of.get(call.path, ())
         if call.number >= len(calls):
@@ -279,11 +347,11 @@ class _Comparison(Watch):
     def after_operator(self, operator: Operator) -> None:
         call = operator.call
         self.running = call
-        if call.path in self._changed or not self._graph.calls_of.get(call.path) or operator.name in _COPIES:
+        if call.path in self._changed or not self._graph.calls_of.get(call.path) or operator.name in COPIES:
             return
         reference = self._reference(call)
         position = self._positions.get(call, 0)
-        while position < len(reference.operators) and reference.operators[position].name in _COPIES:
+        while position < len(reference.operators) and reference.operators[position].name in COPIES:
             position += 1
         self._positions[call] = position + 1
         if position >= len(reference.operators):
@@ -306,7 +374,7 @@ class _Comparison(Watch):
         for own, other in zip(call.outputs, reference.outputs, strict=True):
             self._compare(call, own, other, f"the output of {type(call.module).__name__}")
         rest = reference.operators[self._positions.get(call, 0) :]
-        if call.path not in self._changed and any(operator.name not in _COPIES for operator in rest):
+        if call.path not in self._changed and any(operator.name not in COPIES for operator in rest):
             raise Mismatch(call, "fewer operators run than in the reference model")
 
     def _compare(self, call: Call, own: Value, other: Value, where: str) -> None:

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.errors import ArgumentError, FitError, PreconditionError, SlapoError
+from slapo_core.errors import ArgumentError, EstimateError, FitError, PreconditionError, SlapoError
+from slapo_estimate.block_profile import StepProfile
 from slapo_estimate.composition import Layout, Prediction, memory_limit, predict, text_of_bytes
 from slapo_estimate.depth import first_samples, profile_step, run_stages, samples_of
 from slapo_estimate.device import DEVICES, DeviceSpec
-from slapo_estimate.reduced_model import BlockKinds
-from slapo_models.choice.finish import ADAMW
-from slapo_models.choice.kernels import paying_kernels
+from slapo_estimate.reduced_model import KEPT, BlockKinds
+from slapo_models.auto import auto
+from slapo_models.auto.finish import ADAMW
+from slapo_models.auto.kernels import paying_kernels
 
 MOST_TP = 8
 """Ranks along ``tp`` at most: the GPUs of a node."""
@@ -186,13 +188,11 @@ def auto_schedule(
     limit = memory_limit(memory, spec)
     blocks = BlockKinds.of(model)
     if schedule is None:
-        from slapo_models.auto import auto
-
         tell("kernels")
         sample = first_samples(example_inputs, 1)
         found = paying_kernels(model, blocks, sample, spec, loss) if kernels and blocks.paths else None
         schedule = functools.partial(auto, kernels=tuple(found.chosen) if found is not None else False)
-    search = _Search(model, blocks, example_inputs, devices, limit, spec, optimizer, loss, schedule, tell)
+    search = Search(model, blocks, example_inputs, devices, limit, spec, optimizer, loss, schedule, tell)
     candidates = search.candidates()
     if not candidates:
         raise FitError(
@@ -238,8 +238,25 @@ def _device(device: DeviceSpec | str) -> DeviceSpec:
 
 
 @dataclass
-class _Search:
-    """The candidates of one model."""
+class Search:
+    """The candidates of one model.
+
+    Args:
+        model: only read.
+        blocks: its repeated blocks.
+        batch: of a step of all replicas.
+        devices: number of ranks.
+        limit: bytes of a device; None for no limit.
+        device: by which time is predicted.
+        optimizer: as for :func:`slapo_core.build`.
+        loss: as for :func:`slapo_core.build`.
+        apply: applies the steps for ``tp``.
+        tell: is called with each part of the work.
+        refused: meshes that do not fit or run, and the reasons.
+        least: the least bytes of a mesh that does not fit.
+        kept: simulated blocks of each kind; None for all.
+        known: profiles by ``tp`` and samples.
+    """
 
     model: nn.Module
     blocks: BlockKinds
@@ -253,6 +270,8 @@ class _Search:
     tell: Callable[[str], None]
     refused: list[tuple[str, str]] = field(default_factory=list)
     least: int | None = None
+    kept: int | None = KEPT
+    known: dict[tuple[int, int], StepProfile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.blocks.paths:
@@ -267,7 +286,15 @@ class _Search:
 
     def candidates(self) -> list[Candidate]:
         """Return the best candidate of each mesh that fits, the best first."""
-        found: list[Candidate] = []
+        best: dict[Layout, Candidate] = {}
+        for each in self.every():
+            key = replace(each.layout, microbatches=1)
+            best[key] = min(best.get(key, each), each, key=lambda one: (one.prediction.time, one.steps))
+        best_first = ordered(list(best.values()))
+        return self._that_run(best_first) if best_first and best_first[0].layout.pp > 1 else best_first
+
+    def every(self) -> Iterator[Candidate]:
+        """Yield each mesh with each number of micro-batches that fits; record the meshes of which none does."""
         unsplit: int | None = None
         for tp in (size for size in divisors(self.devices) if size <= MOST_TP):
             profiles = self._profiles(tp)
@@ -279,12 +306,10 @@ class _Search:
                 self.refused.append((f"tp={tp}", "no parameter is split over tp"))
                 continue
             unsplit = parameters if tp == 1 else unsplit
-            found += self._with(tp, profiles)
-        best_first = ordered(found)
-        return self._that_run(best_first) if best_first and best_first[0].layout.pp > 1 else best_first
+            yield from self._with(tp, profiles)
 
-    def _with(self, tp: int, profiles: list[Any]) -> Iterator[Candidate]:
-        """Yield the best candidate of each mesh with ``tp``."""
+    def _with(self, tp: int, profiles: list[StepProfile]) -> Iterator[Candidate]:
+        """Yield the candidates with ``tp``."""
         for pp in divisors(self.devices // tp):
             if pp > len(self.blocks.paths):
                 break
@@ -294,15 +319,18 @@ class _Search:
                 self.refused.append((name, f"the {self.samples} samples of a step are not divisible by dp={dp}"))
                 continue
             for shards in (False, True)[: 1 + (dp > 1)]:
-                tried = [self._candidate(tp, pp, dp, shards, size, profiles) for size in divisors(self.samples // dp)]
+                sizes = [size for size in divisors(self.samples // dp) if pp == 1 or self.samples // dp // size >= pp]
+                if not sizes:
+                    self.refused.append((name, f"{self.samples // dp} samples of a replica are fewer than its stages"))
+                    break
+                tried = [self._candidate(tp, pp, dp, shards, size, profiles) for size in sizes]
                 fitting = [candidate for candidate in tried if candidate is not None]
-                if fitting:
-                    yield min(fitting, key=lambda each: (each.prediction.time, each.steps))
-                else:
+                yield from fitting
+                if not fitting:
                     self._refuse(name, tp, pp, dp, shards, profiles)
 
     def _candidate(
-        self, tp: int, pp: int, dp: int, shards: bool, size: int, profiles: list[Any], *, bounded: bool = True
+        self, tp: int, pp: int, dp: int, shards: bool, size: int, profiles: list[StepProfile], *, bounded: bool = True
     ) -> Candidate | None:
         layout = Layout(tp, pp, dp, shards, self.samples // dp // size)
         limit = self.limit if bounded else None
@@ -312,7 +340,7 @@ class _Search:
         steps = self._steps * (tp > 1) + len(layout.options) + len(predicted.cuts) + bool(predicted.checkpointed)
         return Candidate(layout, size, predicted, steps)
 
-    def _refuse(self, name: str, tp: int, pp: int, dp: int, shards: bool, profiles: list[Any]) -> None:
+    def _refuse(self, name: str, tp: int, pp: int, dp: int, shards: bool, profiles: list[StepProfile]) -> None:
         """Record how much memory a mesh needs at least without checkpoints."""
         smallest = self._candidate(tp, pp, dp, shards, 1, profiles, bounded=False)
         assert smallest is not None
@@ -321,9 +349,9 @@ class _Search:
         what = "shards" if shards else "replicas"
         self.refused.append((name + f" ({what})" * (dp > 1), f"{text_of_bytes(needed)} without checkpoints"))
 
-    def _profiles(self, tp: int) -> list[Any] | None:
+    def _profiles(self, tp: int) -> list[StepProfile] | None:
         """Return profiles of micro-batches, the smallest first; None if the steps are refused."""
-        largest = max(size for size in self.sizes if size <= _LARGEST)
+        largest = largest_profiled(self.sizes)
         try:
             profiles = [self._profile(tp, size) for size in dict.fromkeys((1, largest))]
             between = [size for size in self.sizes if 1 < size < largest]
@@ -335,23 +363,37 @@ class _Search:
             return None
         return profiles
 
-    def _profile(self, tp: int, size: int) -> Any:
+    def _profile(self, tp: int, size: int) -> StepProfile:
+        if (tp, size) in self.known:
+            return self.known[tp, size]
         self.tell(f"tp={tp}, micro-batches of {size}")
 
         def counted(sch: slapo.Schedule) -> None:
             self.apply(sch)
             self._steps = len({(record.primitive.name, record.path.rpartition(".")[2]) for record in sch.records})
 
-        return profile_step(
-            self.model,
-            self.blocks,
-            counted,
-            first_samples(self.batch, size),
-            mesh={"tp": tp},
-            device=self.device,
-            optimizer=self.optimizer,
-            loss=self.loss,
-        )
+        def profiled() -> StepProfile:
+            return profile_step(
+                self.model,
+                self.blocks,
+                counted,
+                first_samples(self.batch, size),
+                mesh={"tp": tp},
+                device=self.device,
+                optimizer=self.optimizer,
+                loss=self.loss,
+                kept=self.kept,
+            )
+
+        try:
+            self.known[tp, size] = profiled()
+        except EstimateError:
+            if self.kept is None:
+                raise
+            self.kept = None  # it may count its blocks by itself
+            self.tell(f"tp={tp}, micro-batches of {size}, with all blocks")
+            self.known[tp, size] = profiled()
+        return self.known[tp, size]
 
     def _that_run(self, candidates: list[Candidate]) -> list[Candidate]:
         """Drop candidates with stages if the model cannot be cut between its blocks."""
@@ -362,7 +404,7 @@ class _Search:
                 self.model,
                 self.blocks,
                 self.apply,
-                first_samples(self.batch, best.samples),
+                first_samples(self.batch, 2 * best.samples),
                 tp=best.layout.tp,
                 optimizer=self.optimizer,
                 loss=self.loss,
@@ -384,12 +426,17 @@ def ordered(candidates: list[Candidate]) -> list[Candidate]:
     return [best, *(each for each in by_time if each is not best)]
 
 
-def _gain(small: Any, large: Any) -> float:
+def largest_profiled(sizes: list[int]) -> int:
+    """Return the size of the largest profiled micro-batch, of ascending sizes from 1 on: a line needs two."""
+    return max([size for size in sizes if size <= _LARGEST][1:] or sizes[:2])
+
+
+def _gain(small: StepProfile, large: StepProfile) -> float:
     """Return the relative gain of seconds per sample in the larger micro-batch."""
     return float(1 - (large.seconds / large.samples) / (small.seconds / small.samples))
 
 
-def _at(profiles: list[Any], size: int) -> Any:
+def _at(profiles: list[StepProfile], size: int) -> StepProfile:
     """Return the profile of a size: measured, or on the line through the two nearest ones."""
     exact = next((profile for profile in profiles if profile.samples == size), None)
     if exact is not None or len(profiles) == 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slapo_core import create_schedule
 from slapo_core.errors import ArgumentError, SlapoError
 from slapo_core.internals import Internals
 from slapo_estimate.depth import profile_step
@@ -17,6 +18,7 @@ from slapo_estimate.reduced_model import BlockKinds
 
 if TYPE_CHECKING:
     import slapo_core as slapo
+    from slapo_core.plugins import Registry
     from slapo_core.primitive import Primitive
     from slapo_estimate.block_profile import StepProfile
 
@@ -87,7 +89,7 @@ def paying_kernels(model: nn.Module, blocks: BlockKinds, batch: Any, device: Dev
         best = profile(())
     except SlapoError as error:
         return Kernels({}, {"all patterns": f"the step cannot be estimated: {_line(error)}"})
-    for name, has_replacement in _patterns():
+    for name, has_replacement in _patterns(Internals(create_schedule(nn.Identity())).registry):
         if name in _ASSUMING:
             left[name] = "it assumes batches without padding"
             continue
@@ -123,7 +125,10 @@ def apply_kernels(sch: slapo.Schedule, blocks: BlockKinds, names: dict[str, str]
     """
     if not names:
         return set()
-    internals = Internals(sch)
+    internals, replaceable = Internals(sch), dict(_patterns(Internals(sch).registry))
+    for pattern in names:
+        if pattern not in replaceable:
+            raise ArgumentError(f"no installed pattern has the name {pattern!r}", hint="slapo patterns list")
 
     def step(path: str, name: str, note: str, **arguments: Any) -> None:
         primitive: Primitive = internals.registry.load(name, "primitives")(**arguments)
@@ -133,10 +138,6 @@ def apply_kernels(sch: slapo.Schedule, blocks: BlockKinds, names: dict[str, str]
     for path in blocks.paths:
         step(path, "graph.trace", traced, flatten=True)
     matched: set[str] = set()
-    replaceable = dict(_patterns())
-    for pattern in names:
-        if pattern not in replaceable:
-            raise ArgumentError(f"no installed pattern has the name {pattern!r}", hint="slapo patterns list")
     for pattern, reason in names.items():
         for path in blocks.paths:
             node: Any = internals.node(path)
@@ -152,11 +153,8 @@ class _NoMatchError(Exception):
     """A pattern matches in no block."""
 
 
-def _patterns() -> list[tuple[str, bool]]:
+def _patterns(registry: Registry) -> list[tuple[str, bool]]:
     """Return the names of the installed patterns, those with a replacement first, and whether they have one."""
-    from slapo_core.plugins.current import current_registry
-
-    registry = current_registry()
     found = [
         (name, getattr(registry.load(name, "patterns"), "replacement", None) is not None)
         for name in registry.names("patterns")

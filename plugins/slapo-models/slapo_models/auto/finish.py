@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from slapo_estimate.composition import balanced_cuts
 from slapo_estimate.depth import profile_step
 from slapo_estimate.fit import fit
 from slapo_estimate.reduced_model import BlockKinds
-from slapo_models.choice.kernels import apply_kernels, device_here, paying_kernels
+from slapo_models.auto.kernels import apply_kernels, device_here, paying_kernels
 
 if TYPE_CHECKING:
     import slapo_core as slapo
@@ -23,13 +23,19 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
 
 
 def finish(
-    sch: slapo.Schedule, inputs: Any, *, memory: int | str | None, kernels: bool | Sequence[str]
+    sch: slapo.Schedule,
+    inputs: Any,
+    *,
+    split: Callable[[slapo.Schedule, Any], Any],
+    memory: int | str | None,
+    kernels: bool | Sequence[str],
 ) -> tuple[str, ...]:
     """Apply the other steps of :func:`slapo_models.auto`, after those of tensor parallelism.
 
     Args:
         sch: the schedule.
         inputs: one batch.
+        split: applies the steps of tensor parallelism to a schedule with this batch.
         memory: bytes of a device; None checkpoints nothing.
         kernels: whether patterns are replaced where that pays on this machine's device; or names of patterns.
 
@@ -48,12 +54,12 @@ def finish(
             found = paying_kernels(model, blocks, inputs, device_here())
             names = found.chosen
             notes += [f"left: {name}: {reason}" for name, reason in found.left.items()]
-        cuts = _cuts(sch, model, blocks, inputs, names)
+        cuts = _cuts(sch, model, blocks, inputs, names, split)
     apply_kernels(sch, blocks, names)
     for number in cuts:
         internals = Internals(sch)
-        split = internals.registry.load("pipeline.pipeline_split", "primitives")()
-        internals.apply(internals.node(blocks.paths[number]), split, note="stages of equal predicted time")
+        cut = internals.registry.load("pipeline.pipeline_split", "primitives")()
+        internals.apply(internals.node(blocks.paths[number]), cut, note="stages of equal predicted time")
     if memory is not None:
         chosen = fit(sch, memory, inputs, optimizer=ADAMW)
         notes.append(str(chosen).splitlines()[0])
@@ -61,22 +67,22 @@ def finish(
 
 
 def _cuts(
-    sch: slapo.Schedule, model: torch.nn.Module, blocks: BlockKinds, inputs: Any, names: dict[str, str]
+    sch: slapo.Schedule,
+    model: torch.nn.Module,
+    blocks: BlockKinds,
+    inputs: Any,
+    names: dict[str, str],
+    split: Callable[[slapo.Schedule, Any], Any],
 ) -> tuple[int, ...]:
     """Return the numbers of the blocks after which the mesh's stages are cut."""
     stages = sch.mesh.size("pp") if sch.mesh is not None else 1
-    if stages == 1 or len(blocks.paths) < stages:
+    if sch.mesh is None or stages == 1 or len(blocks.paths) < stages:
         return ()
-    from slapo_models.auto import auto
 
-    tp = sch.mesh.size("tp") if sch.mesh is not None else 1
-    profile = profile_step(
-        model,
-        blocks,
-        functools.partial(auto, kernels=tuple(names)),
-        inputs,
-        mesh={"tp": tp},
-        device=device_here(),
-        optimizer=None,
-    )
+    def steps(reduced: slapo.Schedule) -> None:
+        split(reduced, inputs)
+        apply_kernels(reduced, BlockKinds.of(reduced.model), names)
+
+    mesh = {"tp": sch.mesh.size("tp")}
+    profile = profile_step(model, blocks, steps, inputs, mesh=mesh, device=device_here(), optimizer=None)
     return balanced_cuts(profile, blocks.kinds, stages)
