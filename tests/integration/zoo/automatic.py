@@ -96,6 +96,7 @@ class Judgment:
         share: elements of weights (parameters of two axes or more) in repeated blocks that are split, of all of them.
         steps: applied steps by their names.
         collectives: of the repeated block with the most, a call: forward, backward, sums of gradients of parameters.
+        megatron: forward and backward of such a block with Megatron-LM's schedule.
         elsewhere: collectives of a training step outside of repeated blocks.
         left_whole: path -> reason.
         verified: what ``slapo.verify`` said: ``"ok"`` or its error; ``""``: not asked.
@@ -111,6 +112,7 @@ class Judgment:
     share: float = 0.0
     steps: dict[str, int] = field(default_factory=dict)
     collectives: tuple[int, int, int] = (0, 0, 0)
+    megatron: tuple[int, int] = (2, 2)
     elsewhere: int = 0
     left_whole: dict[str, str] = field(default_factory=dict)
     verified: str = ""
@@ -356,6 +358,26 @@ def share(sch: slapo.Schedule, used: Set[str]) -> float:
     return done / total if total else 0.0
 
 
+def megatron(used: Set[str]) -> tuple[int, int]:
+    """Collectives of a layer, forward and backward, as Megatron-LM has them.
+
+    Two and two for attention and MLP; a router sends the gradient of its weights for the experts, shared experts are
+    one more MLP, and a cross-attention has two inputs.
+
+    Args:
+        used: names of parameters that get a gradient.
+    """
+    text = " ".join(used).lower()
+    forward = backward = 2
+    if "expert" in text:
+        backward += 1
+    if re.search(r"shared_?(expert|mlp)", text):
+        forward, backward = forward + 1, backward + 1
+    if re.search(r"cross_?att|encoder_att|encdec|encoder_decoder", text):
+        forward, backward = forward + 1, backward + 2
+    return forward, backward
+
+
 def judge_on_ranks(names: Sequence[str], schedule: str, verified: Sequence[str] = ()) -> list[Judgment]:
     """On every rank: schedule each model, and compare it with its reference model, until ranks part.
 
@@ -407,6 +429,7 @@ def _compare(reference: _Reference, row: Judgment, schedule: Callable[..., dict[
         row.result = f"no schedule: {_line(error)}"
         return
     row.share = round(share(sch, reference.used), 4)
+    row.megatron = megatron(reference.used)
     row.steps = dict(Counter(record.name for record in sch.records))
     try:
         if verify:
