@@ -156,7 +156,7 @@ def _meaning() -> list[str]:
 
 def _totals(ran: Sequence[Judgment], sizes: Sequence[int]) -> list[str]:
     lines = [
-        f"| tp | models | ran | equal | wrong | raises | no schedule | split ≥ {ENOUGH:.0%} | and Megatron's collectives |",
+        f"| tp | models | ran | equal | wrong | raises | no schedule | split ≥ {ENOUGH:.0%} | Megatron's number |",
         "|---" * 9 + "|",
     ]
     for size in sizes:
