@@ -53,7 +53,8 @@ TOGETHER = 12
 _WAITING = datetime.timedelta(seconds=40)
 _TORCH = (
     "transformer", "transformer encoder", "lstm", "gru", "multihead attention", "resnet with batch norm",
-    "resnet with group norm", "depthwise convolution", "shared modules", "nested outputs",
+    "resnet with group norm", "depthwise convolution", "weight norm", "spectral norm", "shared modules",
+    "nested outputs", "frozen and unused",
 )  # fmt: skip
 _LATENT = (("num_key_value_heads", 4),)  # of attentions with latent keys and values: as many as queries
 _CHANGES: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -256,6 +257,7 @@ class _Reference:
         if self.has_loss:
             checks[f"labels, {_form(self.trained[-1])}"] = partial(run, batch=self.trained[-1], loss=True)
         checks[f"evaluation, {_form(sizes[-1])}"] = partial(run, batch=sizes[-1], training=False)
+        self.model = self.make()  # without what forwards leave in buffers
         self.results = [(label, check, check(self.model)) for label, check in checks.items()]
         for label, check in _further(self.model, self.batch):
             with contextlib.suppress(Exception):  # a call that the reference model does not take
@@ -263,7 +265,7 @@ class _Reference:
         found = [result.items() for _, _, result in self.results]
         gradients = [name for items in found for name, tensor in items if tensor is not None]
         self.used = {name.removeprefix("gradient of ") for name in gradients if name.startswith("gradient of ")}
-        again = run(self.model, self.batch)
+        again = run(self.make(), self.batch)
         for name, tensor in self.results[0][-1].items():
             if tensor is not None and not name.startswith("buffer") and not _same(tensor, again[name]):
                 raise CannotMake(f"it does not repeat its own result: {name}")
