@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import repeat
@@ -130,7 +131,7 @@ def armed(kill: Kill, rank: int, directory: str, in_worker: bool) -> None:
     def at(*args: Any, **kwargs: Any) -> Any:
         calls[name] += 1
         if calls[name] == kill.number:
-            end(kill, directory, in_worker)
+            end(kill.who, directory, in_worker)
         return original(*args, **kwargs)
 
     if rank == kill.rank:
@@ -142,12 +143,12 @@ def armed(kill: Kill, rank: int, directory: str, in_worker: bool) -> None:
 _USERS = ("slapo_runtime.weights.saving", "slapo_runtime.weights.loading")
 
 
-def end(kill: Kill, directory: str, in_worker: bool) -> None:
-    """Kill this rank, or all ranks with their workers; the own process is the last one."""
+def end(who: str, directory: str, in_worker: bool) -> None:
+    """Kill this rank, or "all ranks" with their workers; the own process is the last one."""
     Path(directory, "killed").touch()
     own = os.getpid()
     processes = {own, os.getppid()} if in_worker else {own}
-    if kill.who == "all ranks":
+    if who == "all ranks":
         processes |= {int(file.read_text()) for file in Path(directory).glob("pid-*")}
     for process in sorted(processes, key=lambda process: process == own):
         os.kill(process, signal.SIGKILL)
@@ -225,13 +226,9 @@ class Left:
 def left_by(kill: Kill, expected: Mapping[int, Mapping[str, torch.Tensor]]) -> Left:
     """Run two ranks until the kill, and look at what is left."""
     with tempfile.TemporaryDirectory() as directory:
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "slapo_runtime.build", "slapo_tp", *_USERS])
-        ranks = [context.Process(target=trained, args=(rank, directory, kill, store.port)) for rank in range(2)]
-        for process in ranks:
-            process.start()
-        is_hung = not ended(ranks)
+        preload = ("torch", "torch._dynamo", "slapo_runtime.build", "slapo_tp", *_USERS)
+        with started(trained, 2, directory, kill, preload=preload) as ranks:
+            is_hung = not ended(ranks)
         came = Path(directory, "killed").exists()
         reported = max((int(file.name.partition("-")[2]) for file in Path(directory).glob("complete-*")), default=0)
         newest = newest_checkpoint(Path(directory, "runs"))
@@ -246,12 +243,24 @@ def left_by(kill: Kill, expected: Mapping[int, Mapping[str, torch.Tensor]]) -> L
         return Left(kill, came, found, reported, problem)
 
 
-def ended(ranks: Sequence[Any]) -> bool:
-    """Wait for the ranks; end them as a launcher does, some seconds after one of them failed."""
+@contextlib.contextmanager
+def started(target: Callable[..., None], count: int, *args: Any, preload: Sequence[str]) -> Iterator[list[Any]]:
+    """Start ranks, with their number before the arguments and the port of a store behind them."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    ranks = [context.Process(target=target, args=(rank, *args, store.port)) for rank in range(count)]
+    for process in ranks:
+        process.start()
+    yield ranks
+
+
+def ended(ranks: Sequence[Any], grace: float = 20) -> bool:
+    """Wait for the ranks; end them as a launcher does, ``grace`` seconds after one of them failed."""
     deadline = time.monotonic() + 120
     while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
         if any(process.exitcode for process in ranks):
-            deadline = min(deadline, time.monotonic() + 20)
+            deadline = min(deadline, time.monotonic() + grace)
         time.sleep(0.05)
     in_time = all(process.exitcode is not None for process in ranks) or any(process.exitcode for process in ranks)
     for process in ranks:

@@ -196,9 +196,7 @@ def schedule(sch: slapo.Schedule, name: str, options: Mapping[str, Any] | None, 
 @functools.cache
 def schedule_lines() -> dict[str, int]:
     """Lines of each schedule function, as the tests of slapo-models count them."""
-    from slapo_models import schedules
-
     counting = _tests_of_models("test_models_schedules")
-    functions = counting.parsed(inspect.getsource(schedules))
+    functions = counting.schedule_functions()
     assert all(isinstance(function, ast.FunctionDef) for function in functions.values())
     return {name: counting.lines_of(functions[name], functions) for name in MODELS}

@@ -64,7 +64,7 @@ class Losses(L.Callback):
 
 
 def split(sch: slapo.Schedule) -> None:
-    """Heads, MLP, embeddings and head of each layer over ``tp``, in about ten lines: see slapo_models/schedules.py."""
+    """Heads, MLP, embeddings and head of each layer over ``tp``, in about ten lines: see slapo_models/decoders.py."""
     gpt(sch, kernels=False)
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from slapo_graph import patterns as patterns
     from slapo_graph.match import Match as Match, Pattern as Pattern
     from slapo_graph.protocol import Tracer as Tracer
+    from slapo_models.choice.search import auto_schedule as auto_schedule
     from slapo_runtime.build import build as build
     from slapo_runtime.context import BuildContext as BuildContext
     from slapo_runtime.receipts.observation import Observation as Observation
@@ -81,10 +82,12 @@ DISTRIBUTIONS = (
 OWNERS = {
     ("commands", "checkpoint"): "slapo-runtime",
     ("commands", "device"): "slapo-estimate",
+    ("commands", "models"): "slapo-models",
     ("commands", "observe"): "slapo-estimate",
     ("commands", "patterns"): "slapo-graph",
     ("commands", "plugins.check"): "slapo-testing",
     ("commands", "plugins.new"): "slapo-testing",
+    ("commands", "suggest"): "slapo-models",
     ("losses", "torch"): "slapo-loss",
     ("primitives", "bind"): "slapo-fusion",
     ("primitives", "compile"): "slapo-fusion",
@@ -125,6 +128,7 @@ _NAMES = {
     "slapo_fusion.compilers": ("Compiler",),
     "slapo_graph.match": ("Match", "Pattern"),
     "slapo_graph.protocol": ("Tracer",),
+    "slapo_models.choice.search": ("auto_schedule",),
     "slapo_runtime.build": ("build",),
     "slapo_runtime.context": ("BuildContext",),
     "slapo_runtime.receipts.observation": ("Observation",),

@@ -32,10 +32,12 @@ from slapo_core.schedule.records import (
     primitive_to_json,
 )
 from slapo_core.schedule.scheduled_copy import ScheduledCopy
+from slapo_core.schedule.scheduled_models import has_steps
 from slapo_core.schedule.transaction import Step
 from slapo_core.tree import copies, forward as forwards, index as module_index, journal
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.render import describe, fold_numbers, fold_paths
+from slapo_core.tree.selection import matching
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
@@ -65,9 +67,11 @@ __all__ = [
     "fold_numbers",
     "fold_paths",
     "forwards",
+    "has_steps",
     "hooks_of",
     "is_data_pointer_error",
     "journal",
+    "matching",
     "module_calls_through",
     "module_index",
     "named_tensors",

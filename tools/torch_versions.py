@@ -78,7 +78,8 @@ def _run(options: argparse.Namespace) -> Row:
         python_version, torch, _ = _facts(python)
         if Version(torch).public != options.version:
             sys.exit(f"{directory} has torch {torch}, not {options.version}")
-        counted = _test(python, options.suite, options.processes)
+        print(f"[3/3] running the tests: {options.suite}", flush=True)
+        counted = run_tests(python, SUITES[options.suite], options.processes)
     finally:
         if not options.use and not options.keep:
             shutil.rmtree(directory, ignore_errors=True)
@@ -88,15 +89,15 @@ def _run(options: argparse.Namespace) -> Row:
 def _install(base: str, directory: Path, version: str) -> None:
     """Make an environment: torch first, whose requirements go before our pins."""
     print(f"[1/3] making {directory} with torch {version}", flush=True)
-    _call([base, "-m", "venv", "--clear", str(directory)])
+    call([base, "-m", "venv", "--clear", str(directory)])
     python = directory / "bin" / "python"
     pip = [str(python), "-m", "pip", "install", "--no-cache-dir", "--disable-pip-version-check", "-q"]
-    _call([*pip, f"torch=={version}"])
+    call([*pip, f"torch=={version}"])
     pins = directory / "constraints.txt"
     pins.write_text(kept_pins((ROOT / "constraints.txt").read_text(), version, _facts(python)[2]))
     print("[2/3] installing slapo, its plugins and the development tools", flush=True)
     plugins = sorted(project.parent for project in ROOT.glob("plugins/*/pyproject.toml"))
-    _call([*pip, "-c", str(pins), *(part for each in (f"{ROOT}[dev]", *plugins) for part in ("-e", str(each)))])
+    call([*pip, "-c", str(pins), *(part for each in (f"{ROOT}[dev]", *plugins) for part in ("-e", str(each)))])
 
 
 def kept_pins(constraints: str, version: str, requirements: Sequence[str]) -> str:
@@ -125,22 +126,30 @@ def _facts(python: Path) -> tuple[str, str, list[str]]:
     return facts[0], facts[1], facts[2]
 
 
-def _test(python: Path, suite: str, processes: int) -> Row:
-    print(f"[3/3] running the tests: {suite}", flush=True)
-    paths = [str(path.relative_to(ROOT)) for glob in SUITES[suite] if "*" in glob for path in sorted(ROOT.glob(glob))]
-    paths += [path for path in SUITES[suite] if "*" not in path]
+def run_tests(python: Path, suite: Sequence[str], processes: int, **environ: str) -> Row:
+    """Run tests in an environment, and count what came out.
+
+    Args:
+        python: of the environment.
+        suite: paths, patterns of paths, and options of pytest.
+        processes: that run tests at once.
+        environ: further variables of the environment.
+    """
+    paths = [str(path.relative_to(ROOT)) for glob in suite if "*" in glob for path in sorted(ROOT.glob(glob))]
+    paths += [path for path in suite if "*" not in path]
     with tempfile.TemporaryDirectory() as reports:
         report = Path(reports) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}", "-o", "junit_family=xunit1", "--tb=short"]
         command += ["--numprocesses", str(processes), "--dist", "loadfile", "--no-loadscope-reorder", *paths]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environ}
         status = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
         if status > 1 or not report.exists():
             sys.exit(f"pytest ended with exit status {status}: no row is written")
         return counts(report.read_text())
 
 
-def _call(command: Sequence[str]) -> None:
+def call(command: Sequence[str]) -> None:
+    """Run a command; end with its status if it fails."""
     status = subprocess.run(command, check=False, cwd=ROOT).returncode
     if status:
         sys.exit(f"exit status {status}: {' '.join(command)}")

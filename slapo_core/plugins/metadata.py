@@ -35,16 +35,18 @@ class Kind:
         base: ``"module:Class"`` that its objects are subclasses of; a type of modules or functions, that they are
             instances of; None for text that is never imported.
         namespaced: whether names must be ``<namespace>.<name>``, of which ``<name>`` alone may be used.
+        classes: whether they are those of other libraries' classes, ``<package>.<Class>``, which have no owner.
     """
 
     base: str | None = "builtins:object"
     namespaced: bool = False
+    classes: bool = False
 
     @classmethod
     def declared(cls, value: str) -> Kind:
-        """The kind of an entry point's value: ``"acme.sums:Sum"``, or ``"acme.sums:Sum [namespaced]"``."""
+        """Read an entry point's value: ``"acme.sums:Sum"``, ``"acme.sums:Sum [namespaced]"``, or ``[classes]``."""
         base, _, extras = value.partition("[")
-        return cls(base.strip(), namespaced=extras == "namespaced]")
+        return cls(base.strip(), namespaced=extras in ("namespaced]", "classes]"), classes=extras == "classes]")
 
 
 KINDS: dict[str, Kind] = {
@@ -285,6 +287,9 @@ def name_violation(entry: Entry, installed: Collection[str] = (), kinds: Mapping
         group = entry.kind if entry.kind.startswith("slapo.") else GROUP_PREFIX + entry.kind
         return f"unknown entry-point group '{group}'; did you mean '{GROUP_PREFIX}{(close or ['primitives'])[0]}'?"
     parts, namespaced = entry.name.split("."), kinds[entry.kind].namespaced
+    if kinds[entry.kind].classes:
+        is_formed = len(parts) == 2 and all(map(str.isidentifier, parts))
+        return None if is_formed else f"{noun(entry.kind)} name {entry.name!r} must be '<package>.<Class>'"
     expected = "'<namespace>.<name>' in lowercase identifiers" if namespaced else "a lowercase identifier"
     is_formed = all(map(is_identifier, parts)) and len(parts) <= 2 and (len(parts) == 2 or not namespaced)
     if entry.kind == "commands" and len(parts) == 2 and parts[0] != "plugins":

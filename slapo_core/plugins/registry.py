@@ -360,7 +360,7 @@ class Registry:
         message = f"no installed plugin provides {noun(kind)} '{name}'"
         absent = [owner for owner in FIRST_PARTY if all(plugin.name != owner for plugin in self._installed)]
         owner = owner_of(name, kind)
-        if owner in absent:
+        if owner in absent and not self.kinds.get(kind, Kind()).classes:
             hint = f"pip install {owner}"
             return UnknownNameError(f"{message}; it is part of {owner}", path=path, plugin=owner, hint=hint)
         if kind == "primitives" and name in slapo_core.PUBLIC and name.islower():

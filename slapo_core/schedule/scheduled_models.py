@@ -58,6 +58,11 @@ def unmark(modules: Iterable[nn.Module]) -> None:
             module.__dict__.pop(_MARK, None)
 
 
+def has_steps(module: nn.Module) -> bool:
+    """Return whether steps changed a module, or one inside of it."""
+    return any(_MARK in one.__dict__ for one in module.modules())
+
+
 def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | None = None) -> None:
     """Raise if a model carries steps, contains a module that does, or is contained in one.
 

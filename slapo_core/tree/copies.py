@@ -46,18 +46,19 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
     return copied
 
 
-def is_called_through(own: ModuleForward, module: nn.Module) -> bool:
+def is_called_through(own: ModuleForward, module: nn.Module, *, itself: bool = False) -> bool:
     """Return whether the forward of a module may call the one that steps had put there.
 
     Args:
         own: that of the steps.
         module: of which another forward was set since, that may hold it.
+        itself: whether to leave out holders of its function alone.
     """
     waiting: list[Any] = [value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES]
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_HELD:
         each = waiting.pop()
-        if each is own or each is own.__func__:
+        if each is own or (each is own.__func__ and not itself):
             return True
         if id(each) not in seen and not isinstance(each, nn.Module):
             seen.add(id(each))

@@ -45,6 +45,7 @@ def slapo(*arguments: str) -> str:
         pytest.param(slapo("--help"), id="slapo --help"),
         pytest.param(slapo("estimate", "--help"), id="slapo estimate --help"),
         pytest.param(slapo("device", "show", "h100"), id="slapo device show"),
+        pytest.param(slapo("models", "list"), id="slapo models list"),
     ],
 )
 def test_commands_import_no_heavy_library(code: str) -> None:

@@ -39,6 +39,7 @@ FUNCTIONS_AND_CLASSES = {
     "Tracer",
     "Trial",
     "Violation",
+    "auto_schedule",
     "build",
     "clip_grad_norm_",
     "create_schedule",

@@ -106,3 +106,19 @@ class Page:
         (directory / "train.py").write_text(source.text, encoding="utf-8")
         ((_, expected),) = steps(launch.text)
         self.check(launch, expected, run_program(directory / "train.py", processes=2))
+
+    def runs_its_files(self, directory: Path) -> None:
+        """Write its files, and run them as its commands say: ``python file arguments``, or by torchrun.
+
+        Args:
+            directory: an empty one.
+        """
+        for block in self.blocks:
+            if block.key == "file":
+                (directory / block.value).write_text(block.text, encoding="utf-8")
+        for block in self.blocks:
+            for command, expected in steps(block.text) if block.language == "console" else ():
+                words = command.split()
+                processes = int(words[2]) if words[:2] == ["torchrun", "--nproc-per-node"] else None
+                script, *arguments = words[1 if processes is None else 3 :]
+                self.check(block, expected, run_program(directory / script, *arguments, processes=processes))

@@ -40,7 +40,7 @@ def test_the_page_prints_what_it_shows(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "study", raising=False)
     shown = [(block, *step) for block in PAGE.blocks if block.language == "console" for step in steps(block.text)]
-    assert len(shown) == 6
+    assert len(shown) == 7
     for block, command, expected in shown:
         PAGE.check(block, expected, run(command, monkeypatch, capsys))
     monkeypatch.delitem(sys.modules, "study")

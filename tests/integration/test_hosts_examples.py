@@ -11,7 +11,7 @@ from slapo_testing import preload_modules
 from tests.integration.example_runs import EXAMPLES, text_for
 from tests.support.programs import run_program
 
-pytestmark = [pytest.mark.ranks, pytest.mark.breadth]
+pytestmark = pytest.mark.ranks
 preload_modules(
     "slapo_transformers", "transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama"
 )

@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
 import slapo_deepspeed
+from slapo_testing import run_ranks
 from tests.messages import Messages
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "deepspeed_initialize.py"
@@ -18,6 +21,69 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "deepspeed_initialize.py"
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", "29611"]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+
+
+def data(step: int) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+
+
+def plain(sch: slapo.Schedule, stage: int) -> list[float]:
+    """The losses of a schedule's model that DeepSpeed is given without anything else."""
+    import deepspeed
+
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.1, "optimizer": optimizer}
+    zero = {"stage": stage, "reduce_bucket_size": 10**5}
+    engine, *_ = deepspeed.initialize(model=sch.model, config={**config, "zero_optimization": zero})
+    losses, mesh = [], sch.mesh
+    for step in range(3):
+        batch = data(step)
+        if mesh is not None and mesh.size("dp") > 1:
+            batch = batch.chunk(mesh.size("dp"))[mesh.rank("dp")]
+        loss = (engine(batch) - batch).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+        dist.all_reduce(losses[-1])
+    return [float(loss) / dist.get_world_size() for loss in losses]
+
+
+def unprepared() -> tuple[list[float], list[str]]:
+    """The losses of replicas, and what each stage says of a split model."""
+    replicas = slapo.create_schedule(net(), mesh={"dp": 2})
+    replicas["0"].checkpoint()
+    refused = []
+    for stage in range(4):
+        sch = slapo.create_schedule(net(), mesh={"tp": 2})
+        sch["0"].shard(["weight", "bias"], axis=0).sync("backward")
+        sch["2"].shard("weight", axis=1).sync("forward")
+        with pytest.raises(slapo.MeshError) as caught:
+            plain(sch, stage)
+        refused.append(str(caught.value))
+    return plain(replicas, 1), refused
+
+
+@pytest.mark.ranks
+def test_deepspeed_alone_trains_replicas_right_and_is_refused_with_a_split_model(message: Messages) -> None:
+    reference = net()
+    optimizer, expected = torch.optim.AdamW(reference.parameters(), lr=1e-2), []
+    for step in range(3):
+        loss = (reference(data(step)) - data(step)).square().mean()
+        expected.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        optimizer.step()
+    (losses, refused), other = run_ranks(unprepared, world_size=2)
+    assert (losses, refused) == other
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert len(set(refused)) == 1
+    message(refused[0], "DeepSpeedEngine has no schedule", "slapo_deepspeed.prepare(sch)")
 
 
 @pytest.mark.ranks

@@ -134,10 +134,10 @@ def _block_groups(module: nn.Module) -> Iterable[list[tuple[str, nn.Module]]]:
 
 
 def _have_equal_structure(group: Sequence[tuple[str, nn.Module]]) -> bool:
-    return len({_structure(child) for _, child in group}) < len(group)
+    return len({structure_of(child) for _, child in group}) < len(group)
 
 
-def _structure(module: nn.Module) -> tuple[object, ...]:
+def structure_of(module: nn.Module) -> tuple[object, ...]:
     """Return a value that is equal for modules of equal classes, shapes and dtypes."""
     tensors = tuple(
         (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
@@ -145,5 +145,5 @@ def _structure(module: nn.Module) -> tuple[object, ...]:
         for name, tensor in table.items()
         if tensor is not None
     )
-    children = tuple((name, _structure(child)) for name, child in children_of(module).items() if child is not None)
+    children = tuple((name, structure_of(child)) for name, child in children_of(module).items() if child is not None)
     return (type(module), tensors, children)

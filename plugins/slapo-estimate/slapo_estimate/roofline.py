@@ -81,6 +81,11 @@ class TimeTracker:
         self._end_kernel()
         return max([self._clock, *self._free_at.values()])
 
+    @property
+    def clock(self) -> float:
+        """Return the seconds until now, without a kernel that has not ended and messages on their way."""
+        return self._clock
+
     def begin(self) -> None:
         """Begin a training step."""
         self._clock = self._ready = self._gathered = 0.0

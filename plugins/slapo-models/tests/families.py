@@ -1,4 +1,4 @@
-"""Tiny models of the seven families, and what their full schedules promise."""
+"""Tiny models of the families, and what their full schedules promise."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ class Family:
         schedule: the function of slapo_models.
         make: gives the model, the same each time.
         layers: glob of its layers.
-        lines: of schedule in the paper's table.
+        paper: lines of schedule in the paper's table; None of a model that is not there.
         kernels: pattern -> matches in each layer.
         batch: one batch.
         loss: of the output and the batch, where the model gives none.
         compiled: whether the schedule takes ``compiler``.
+        backward: all-reduces of the backward of a layer.
     """
 
     schedule: Callable[..., None]
     make: Callable[[], nn.Module]
     layers: str
-    lines: int
+    paper: int | None
     kernels: Mapping[str, tuple[int, ...]]
     batch: Any = dataclasses.field(default_factory=lambda: TOKENS)
     loss: Callable[[Any, Any], Tensor] | None = None
     compiled: bool = True
+    backward: int = 2
 
     def collectives(self, path: str) -> dict[tuple[str, str], int]:
         """How many of each phase and kind the layer at ``path`` has."""
@@ -47,7 +49,7 @@ class Family:
             return {("forward", "all_reduce"): 3, ("backward", "all_reduce"): 4}
         if path.startswith("layer"):
             return {("forward", "all_reduce"): 1, ("forward", "all_gather"): 1, ("backward", "all_reduce"): 2}
-        return {("forward", "all_reduce"): 2, ("backward", "all_reduce"): 2}
+        return {("forward", "all_reduce"): 2, ("backward", "all_reduce"): self.backward}
 
     def apply(self, sch: Any, **options: Any) -> None:
         """The full schedule, its regions grouped and not compiled."""
@@ -99,6 +101,66 @@ def llama() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"intermediate_size": 48, "num_key_value_heads": 4, "max_position_embeddings": 32}
     return LlamaForCausalLM(LlamaConfig(**SIZES, **sizes, **EAGER, use_cache=False))  # type: ignore[no-any-return]
+
+
+GROUPED = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 32, **EAGER}
+
+
+def mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=8, use_cache=False))  # type: ignore[no-any-return]
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True, use_cache=False))  # type: ignore[no-any-return]
+
+
+def gemma2() -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(Gemma2Config(**GROUPED, head_dim=16, sliding_window=8, use_cache=False))  # type: ignore[no-any-return]
+
+
+def gemma3() -> nn.Module:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    types = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**GROUPED, **types, head_dim=16, use_cache=False))  # type: ignore[no-any-return]
+
+
+EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "use_cache": False, "experts_implementation": "batched_mm"}
+"""Grouped products of a CPU have no float64."""
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**EXPERTS, num_local_experts=4))  # type: ignore[no-any-return]
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, **sizes))  # type: ignore[no-any-return]
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    sizes = {**SIZES, "intermediate_size": 48, "image_size": 16, "patch_size": 4, "num_labels": 7}
+    drops = {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1}
+    return ViTForImageClassification(ViTConfig(**sizes, **drops, **EAGER))  # type: ignore[no-any-return]
 
 
 class Bottleneck(nn.Module):
@@ -164,7 +226,9 @@ def entropy(output: Any, batch: Any) -> Tensor:
 
 TOKENS = {"input_ids": IDS, "labels": IDS.flip(1)}
 PICTURES = (torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(0)),)
+LABELED = {"pixel_values": PICTURES[0][:, :, :16, :16], "labels": torch.arange(4)}
 ENCODER = {"fusion.sdpa": (1, 1), "fusion.bias_gelu": (1, 1), "fusion.bias_dropout_add_norm": (2, 2)}
+LLAMA = {"fusion.sdpa": (1, 1), "fusion.rms_norm": (2, 2), "fusion.rotary": (2, 2), "fusion.swiglu": (1, 1)}
 FAMILIES = {
     "bert": Family(slapo_models.bert, bert, "bert.encoder.layer.*", 21, ENCODER),
     "roberta": Family(slapo_models.roberta, roberta, "roberta.encoder.layer.*", 21, ENCODER),
@@ -195,14 +259,47 @@ FAMILIES = {
         llama,
         "model.layers.*",
         11,
-        {"fusion.sdpa": (1, 1), "fusion.rms_norm": (2, 2), "fusion.rotary": (2, 2), "fusion.swiglu": (1, 1)},
+        LLAMA,
+    ),
+    "mistral": Family(slapo_models.mistral, mistral, "model.layers.*", None, LLAMA),
+    "qwen3": Family(slapo_models.qwen3, qwen3, "model.layers.*", None, {**LLAMA, "fusion.rms_norm": (4, 4)}),
+    "gemma2": Family(
+        slapo_models.gemma2,
+        gemma2,
+        "model.layers.*",
+        None,
+        {
+            "fusion.rms_norm": (4, 4),
+            "fusion.rotary": (2, 2),
+            "div, tanh, mul, add, softmax": (1, 1),
+            "gelu, mul": (1, 1),
+        },
+    ),
+    "gemma3": Family(
+        slapo_models.gemma3,
+        gemma3,
+        "model.layers.*",
+        None,
+        {"fusion.sdpa": (1, 1), "fusion.rms_norm": (6, 6), "fusion.rotary": (2, 2), "gelu, mul": (1, 1)},
+    ),
+    "mixtral": Family(slapo_models.mixtral, mixtral, "model.layers.*", None, LLAMA, backward=3),
+    "qwen3_moe": Family(
+        slapo_models.qwen3_moe, qwen3_moe, "model.layers.*", None, {**LLAMA, "fusion.rms_norm": (4, 4)}, backward=3
+    ),
+    "vit": Family(
+        slapo_models.vit,
+        vit,
+        "vit.layers.*",
+        None,
+        {"fusion.sdpa": (1, 1), "fusion.bias_gelu": (1, 1), "fusion.bias_dropout_add_norm": (1, 1)},
+        batch=LABELED,
     ),
     "wide_resnet": Family(
         slapo_models.wide_resnet,
         wide_resnet,
         "layer*.*",
         12,
-        {"add_, relu_": (1, 1, 1, 1)},
+        {"add, relu": (1, 1, 1, 1)},
         batch=PICTURES,
         loss=entropy,
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -10,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.errors import MeshError
-from slapo_core.internals import Internals, copies
+from slapo_core.errors import MeshError, warn_user
+from slapo_core.internals import Internals, copies, has_steps
 from slapo_runtime.losses import graph_of, is_leaf
 from slapo_runtime.private import HOOK_TABLES, is_compiled, tree_leaves
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_core.internals import forwards
+
+
+_FOR_TRL = "class MyTrainer(slapo_transformers.ScheduledTrainerMixin, SFTTrainer)"
 
 
 def warn_of_skipped_steps(model: nn.Module, own: Any, *, stacklevel: int) -> None:
@@ -30,17 +35,58 @@ def warn_of_skipped_steps(model: nn.Module, own: Any, *, stacklevel: int) -> Non
     """
     if own is not None and (vars(model).get("forward") is own or copies.is_called_through(own, model)):
         return
-    warnings.warn(
+    warnings.warn(_skipped_steps(model), stacklevel=stacklevel + 1)
+
+
+def _skipped_steps(model: nn.Module) -> str:
+    return (
         f"a forward was set on this {type(model).__name__} after steps at its root, and does not call the forward of "
         "these steps, which do not run\n"
         "  hint: set it before slapo_core.create_schedule(model), or apply the steps below the root: "
-        "sch['*'].checkpoint()",
-        stacklevel=stacklevel + 1,
+        f"sch['*'].checkpoint(); for TRL's trainers: {_FOR_TRL}"
     )
 
 
+class OwnForward:
+    """Notice in one forward whether a later forward of the root, which holds that of the steps, calls it.
+
+    Args:
+        model: the root, about to run.
+        own: the forward of the steps; None if it was garbage-collected.
+    """
+
+    def __init__(self, model: nn.Module, own: Any) -> None:
+        self._model, self._stack, self._ran = model, contextlib.ExitStack(), True
+        is_other = own is not None and vars(model).get("forward") is not own
+        if is_other and copies.is_called_through(own, model, itself=True):
+            self._ran = False
+            self._stack.enter_context(own.called_through(self._noticed))
+
+    def _noticed(self, forward: Any) -> Any:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._ran = True
+            return forward(*args, **kwargs)
+
+        return run
+
+    def end(self, *, has_run: bool) -> None:
+        """Warn if it did not; ``has_run`` unless the forward raised."""
+        self._stack.close()
+        if has_run and not self._ran:
+            warn_user(_skipped_steps(self._model))
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Return the head of a model of transformers, which the loops of hosts read past its module."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        found: Any = model.get_output_embeddings()  # type: ignore[operator]
+        return found if isinstance(found, nn.Module) else None
+    return None
+
+
 class ForwardWatch:
-    """Record the modules with hooks of steps that run in one training forward.
+    """Record the modules with hooks of steps, and the head with steps, that run in one training forward.
 
     Compiled modules, modules inside of a compiled one, and modules inside of one with a replaced forward are left out:
     their calls cannot be counted.
@@ -54,7 +100,12 @@ class ForwardWatch:
     def __init__(self, schedule: Schedule) -> None:
         self._model = schedule.model
         countable, calls = dict(_countable(self._model)), Internals(schedule).tree.calls
-        self._synced = {path: one for path, one in countable.items() if path and _runs_hooks_of_steps(one, calls)}
+        head = head_of(self._model)
+        self._synced = {
+            path: one
+            for path, one in countable.items()
+            if path and (_runs_hooks_of_steps(one, calls) or (one is head and has_steps(one)))
+        }
         self._owners: dict[int, list[nn.Module]] = {}
         for module in self._model.modules() if self._synced else ():
             for parameter in module.parameters(recurse=False):
@@ -95,9 +146,9 @@ class ForwardWatch:
                 if uses[id(parameter)] > sum(self._calls[id(one)] for one in others):
                     raise MeshError(
                         f"the forward of '{path}' did not run, but its '{name}' contributes to the output: code that "
-                        "reads the parameter skips the steps around the module, and computes with this rank's shard",
+                        "reads the parameter skips the steps at the module, and reads a shard where they split it",
                         hint=f"call the module: model.{path}(...); for a loss fused with the head, or another forward "
-                        f"that reads the parameter, leave out the steps at '{path}'",
+                        f"that reads the parameter, leave out the steps at '{path}'; for TRL's trainers: {_FOR_TRL}",
                     )
 
 

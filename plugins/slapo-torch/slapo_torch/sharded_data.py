@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from slapo_core import ArgumentError, BuildError, MeshError, Schedule, SealedError
 from slapo_runtime.correspondence.storage import sharded_over
+from slapo_runtime.guards.stale_optimizers import EXCHANGED
 from slapo_runtime.state import live_state
 from slapo_torch.data_options import check_shards, data_ranks
 from slapo_torch.fully_shard import FullyShard, called_paths, units_of, units_of_stages
@@ -78,9 +79,11 @@ def fully_shard(sch: Schedule, *, reshard_after_forward: bool | int | None = Non
     options = {"reshard_after_forward": reshard_after_forward}
     check_shards(sch, options)
     units = units_of(sch, reshard_after_forward=reshard_after_forward)
+    before = dict(sch.model.named_parameters())
     ShardedData(
         sch.model, units, mesh_of_shards(sch.mesh), root=FullyShard(False if reshard_after_forward is False else None)
     )
+    EXCHANGED.note_distributed(sch.model, before)
     state.tensors()  # shards take over the layouts of the parameters in whose place they are
     sch.seal("slapo_core.fully_shard")
 

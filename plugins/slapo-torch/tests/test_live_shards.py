@@ -81,6 +81,11 @@ def live(mesh: dict[str, int], directory: str) -> dict[str, Any]:
     slapo.load_state_dict(again, state)
     slapo.load_optimizer_state_dict(again, resumed, moments)
     norms.append(train(again, resumed, 3))
+    late = slapo.create_schedule(make_model().double(), mesh=mesh)
+    stale = adamw(late.model.parameters())
+    slapo.fully_shard(late)
+    with pytest.raises(slapo.OptimizerError, match="replaced by a step, by undo or by fully_shard"):
+        train(late, stale, 0)
     return {
         "norms": norms,
         "state": copy.deepcopy(state),

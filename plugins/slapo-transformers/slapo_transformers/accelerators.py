@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import slapo_core as slapo
 from slapo_core import ArgumentError, Mesh, MeshError, Schedule
+from slapo_runtime.state import gather_full_matrices
+from slapo_torch.grad_scaler import MeshGradScaler
 from slapo_transformers.optimizer_files import named, numbered
 
 
@@ -56,11 +58,21 @@ def attach(accelerator: Accelerator, sch: Schedule) -> None:
             f"the accelerator is set up for {plugin}, which would change the scheduled model",
             hint="Accelerator() without a plugin; compile by sch[...].compile(), shard by slapo_core.fully_shard(sch)",
         )
+    if accelerator.dispatch_batches:
+        raise ArgumentError(
+            "dispatch_batches=True sends each rank its own samples, but the ranks of a replica take the same ones",
+            hint="leave dispatch_batches out, or False; in a Trainer accelerator_config={'dispatch_batches': False}",
+        )
+    accelerator.dataloader_config.dispatch_batches = False  # None: True for an IterableDataset
     if not isinstance(accelerator, ScheduledAccelerator):
         own = type(accelerator)
         accelerator.__class__ = type(f"Scheduled{own.__name__}", (ScheduledAccelerator, own), {})
         accelerator.register_load_state_pre_hook(_load_weights_of(accelerator))
     accelerator.schedule = sch  # type: ignore[attr-defined]
+    if not isinstance(accelerator.scaler, MeshGradScaler | None):  # an overflow on one rank skips the step on all
+        scaler = MeshGradScaler(accelerator.device, sch.mesh)
+        scaler.load_state_dict(accelerator.scaler.state_dict())
+        accelerator.scaler = scaler
 
 
 def check_schedule(sch: Any, world_size: int | None) -> None:
@@ -147,6 +159,8 @@ class ScheduledAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            gather_full_matrices(self.schedule, optimizer)
         prepared = super().prepare_optimizer(optimizer, False)  # else it reads and loads the state of shards
         prepared.__class__ = ScheduledOptimizer
         prepared.schedule = self.schedule
@@ -184,14 +198,10 @@ class ScheduledAccelerator(Accelerator):
 
     def _first_ranks(self) -> list[int]:
         """Return the first rank of each replica, in their order."""
-        mesh = self.schedule.mesh
-        assert mesh is not None
-        assert mesh.device_mesh is not None
-        ranks = mesh.device_mesh.mesh
-        places = tuple(slice(None) if dim in ("dp_replicate", "dp") else 0 for dim in mesh.sizes)
-        dims = [dim for dim in mesh.sizes if dim in ("dp_replicate", "dp")]
-        found = ranks[places]
-        return (found.T if dims == ["dp", "dp_replicate"] else found).flatten().tolist()  # type: ignore[no-any-return]
+        mesh: Any = self.schedule.mesh
+        order = sorted(mesh.sizes, key=lambda dim: (dim != "dp_replicate", dim != "dp"))
+        ranks = mesh.device_mesh.mesh.permute([list(mesh.sizes).index(dim) for dim in order])
+        return ranks.reshape(self.num_processes, -1)[:, 0].tolist()  # type: ignore[no-any-return]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if self._shared > 1 and (use_gather_object or not _holds_tensors(input_data)):
@@ -243,5 +253,7 @@ class ScheduledScheduler(AcceleratedScheduler):
     steps: int
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        end = getattr(self.scheduler, "total_steps", torch.inf)  # of OneCycleLR, which raises after it
         for _ in range(self.steps if self.gradient_state.sync_gradients else 1):
-            super().step(*args, **kwargs)
+            if self.scheduler._step_count <= end:
+                super().step(*args, **kwargs)

@@ -17,7 +17,7 @@ from slapo_core import Mesh, Schedule, WeightsError
 from slapo_transformers.accelerators import replica_rank
 
 MANIFEST = "slapo.json"
-"""The file that a save writes last: a checkpoint without it is not complete."""
+"""The file that a save writes last, with the names of all others: a checkpoint without one of them is not complete."""
 
 
 def newest(directory: str | os.PathLike[str]) -> Path | None:
@@ -25,15 +25,24 @@ def newest(directory: str | os.PathLike[str]) -> Path | None:
     found = [
         (int(match[1]), path)
         for path in Path(directory).glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and (path / MANIFEST).is_file()
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and _is_complete(path)
     ]
     return max(found)[1] if found else None
 
 
+def _is_complete(checkpoint: Path) -> bool:
+    """Return whether the manifest and all of its files are there: a deletion may have been killed midway."""
+    try:
+        names: list[str] = json.loads((checkpoint / MANIFEST).read_text())["files"]
+    except FileNotFoundError:
+        return False
+    return all((checkpoint / name).is_file() for name in names)
+
+
 def write_manifest(directory: Path, mesh: Mesh | None) -> None:
     """Write the manifest to the disk, in one step."""
-    sizes = {} if mesh is None else mesh.sizes
-    text = json.dumps({"format": 1, "mesh": sizes})
+    files = sorted(path.name for path in directory.iterdir() if path.is_file())
+    text = json.dumps({"format": 1, "mesh": {} if mesh is None else mesh.sizes, "files": files})
     partial = directory / f"{MANIFEST}.partial"
     with partial.open("w") as file:
         file.write(text)

@@ -15,7 +15,6 @@ _REFUSED = {
     "deepspeed": ("trains by another runtime", 'slapo_core.build(sch, target="deepspeed", config=...)'),
     "fsdp": ("shards parameters over all ranks", 'create_schedule(model, mesh={"dp": 2}); slapo_core.fully_shard(sch)'),
     "parallelism_config": ("declares another mesh", 'create_schedule(model, mesh={"dp": 2, "tp": 2})'),
-    "fp16": ("skips a step on single ranks, as their gradients overflow", "bf16=True"),
     "save_on_each_node": ("writes on one rank of each node", "an output_dir that all nodes share"),
 }
 
@@ -49,9 +48,4 @@ def check_arguments(args: Any, sch: Schedule | None) -> None:
         raise ArgumentError(
             "train_sampling_strategy='batch_rebalance' divides samples over all ranks, not over replicas",
             hint="train_sampling_strategy='group_by_length'",
-        )
-    if args.accelerator_config.dispatch_batches:
-        raise ArgumentError(
-            "dispatch_batches=True sends each rank its own samples, but the ranks of a replica take the same ones",
-            hint="accelerator_config={'dispatch_batches': False}",
         )

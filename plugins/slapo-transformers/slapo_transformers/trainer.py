@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import find_batch_size, recursively_apply, slice_tensors
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import Trainer
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import rotate_checkpoints, unwrap_peft_model
 
 import slapo_core as slapo
 from slapo_core import ArgumentError, Schedule
@@ -20,6 +23,7 @@ from slapo_runtime.state import live_state
 from slapo_transformers.accelerators import attach, check_schedule
 from slapo_transformers.checkpoints import MANIFEST, newest, rng_directory, rng_file, with_adapter, write_manifest
 from slapo_transformers.refusals import check_arguments
+from slapo_transformers.trl_forwards import run_steps, scheduled_adapters
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -43,6 +47,9 @@ class ScheduledTrainerMixin(_Base):
         MeshError: an abstract mesh, a mesh of another size than the launch, or pipeline stages.
     """
 
+    label_smoother: Any
+    gather_function: Any
+
     def __init__(self, *args: Any, schedule: Schedule | Callable[[Any], Schedule], **kwargs: Any) -> None:
         self.schedule: Any = None
         self._make: Callable[[Any], Schedule] | None = None
@@ -65,7 +72,29 @@ class ScheduledTrainerMixin(_Base):
                     f"the schedule is one of another {type(self.schedule.model).__name__} than model=",
                     hint="leave model out: SlapoTrainer(schedule=sch, args=...)",
                 )
-        super().__init__(*args, **kwargs)
+        if kwargs.get("peft_config") is not None:
+            raise ArgumentError(
+                "peft_config= makes another model, but the steps of the schedule are for the one that is given",
+                hint="model = get_peft_model(model, peft_config), before the schedule, and leave peft_config out",
+            )
+        with scheduled_adapters(None if self.schedule is None else self.schedule.model):
+            super().__init__(*args, **kwargs)
+        self._run_steps()
+        if self.label_smoother is not None and self._is_causal():
+            self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
+
+    def _run_steps(self) -> None:
+        """Have the forward that TRL sets on models run their steps."""
+        run_steps(self.args, self.model, getattr(self, "ref_model", None))
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self._run_steps()  # TRL computes log-probabilities before it is made
+        return super()._precompute_ref_logps(*args, **kwargs)
+
+    def _is_causal(self) -> bool:
+        """Return whether labels are the next tokens; the host asks the name of the class, which fully_shard changes."""
+        model = unwrap_peft_model(self.model)
+        return type(model).__name__.removeprefix("FSDP") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a model and its schedule."""
@@ -85,9 +114,9 @@ class ScheduledTrainerMixin(_Base):
 
     def _attach(self) -> None:
         attach(self.accelerator, self.schedule)
-        self.gather_function = functools.partial(
-            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
-        )
+        model: nn.Module = self.schedule.model
+        if isinstance(model, FSDPModule) and hasattr(model, "generate"):
+            register_fsdp_forward_method(model, "generate")
         self._counts: tuple[int, int] | None = None
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -101,13 +130,37 @@ class ScheduledTrainerMixin(_Base):
             loader.worker_init_fn = functools.partial(seeds, rank=self.accelerator.process_index)
         return loader
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the batch of a replica as one process does: its loss is that of its own items."""
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Count each sample once: over replicas, Seq2SeqTrainer's gather has twice those that fill the last round."""
+        if self.accelerator.num_processes > 1 or self.gather_function != self.accelerator.gather:
+            self.gather_function = functools.partial(
+                self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+            )
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the batch of a replica as one process does: the loss is that of its own samples and items."""
+        rows = find_batch_size(inputs) or 0
+        own = self._samples_of_round(rows)
+        if own < rows:
+            inputs = slice_tensors(inputs, slice(own))
         averages, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         try:
-            return super().prediction_step(*args, **kwargs)
+            loss, *outputs = super().prediction_step(model, inputs, *args, **kwargs)
         finally:
             self.args.average_tokens_across_devices = averages
+        if own < rows:  # as many rows as other replicas have, which the host leaves out
+            fill = torch.arange(rows).clamp(max=own - 1)
+            outputs = recursively_apply(lambda one: one[fill] if one.ndim else one, outputs)
+        return (loss, *outputs)
+
+    def _samples_of_round(self, rows: int) -> int:
+        """Return how many rows of a batch are no repetitions of samples, which fill the last round of the replicas."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0 or self.accelerator.num_processes == 1:
+            return rows
+        left: int = state.remainder - self.accelerator.process_index * rows
+        return min(left, rows) if left > 0 else rows  # a replica without samples runs the forward of the others
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Count the reference model's operations; the host sums them over all ranks."""
@@ -143,6 +196,12 @@ class ScheduledTrainerMixin(_Base):
             resume_from_checkpoint = str(found)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:  # resumed after its last step, where the host would run another one
+            self.control.should_training_stop = True
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run, limit = self._get_output_dir(trial=trial), self.args.save_total_limit
         directory = Path(run, f"checkpoint-{self.state.global_step}")
@@ -167,14 +226,29 @@ class ScheduledTrainerMixin(_Base):
         if self.args.world_size > 1:
             dist.barrier()
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save the reference model; a collective, of which older hosts call ``_save`` on the first rank only."""
+        self._weights = slapo.state_dict(self.schedule, rank0_only=True)
+        try:
+            super().save_model(*args, **kwargs)
+        finally:
+            del self._weights
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict=slapo.state_dict(self.schedule, rank0_only=True))
+        super()._save(output_dir, state_dict=self._weights)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer.state_dict()
         if self.args.should_save:
             torch.save(optimizer, os.path.join(output_dir, "optimizer.pt"))
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the full state on the CPU: the host would load it on every GPU."""
+        for part, name in ((self.optimizer, "optimizer.pt"), (self.lr_scheduler, "scheduler.pt")):
+            file = None if checkpoint is None else Path(checkpoint, name)
+            if file is not None and file.is_file():  # not one of save_only_model=True
+                part.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         state: Any = resume_from_checkpoint

@@ -114,3 +114,67 @@ def test_loops_of_accelerate_are_those_of_one_process(fsdp: bool, tmp_path: Path
         for key, value in weights.items():
             torch.testing.assert_close(trained[key], value, rtol=1e-8, atol=1e-10)
             assert torch.equal(trained[key], resumed[key]), key
+
+
+def scaled() -> tuple[Any, dict[str, Any]]:
+    """Three steps under a scaler, the second one without finite gradients on the last rank."""
+    from accelerate import Accelerator
+
+    from slapo_transformers import prepare
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # accelerate makes it on a GPU alone
+    sch = schedule("gpt2", model("gpt2"), {"tp": 2})
+    optimizer, loader, _ = parts(sch.model)
+    made, optimizer, loader = prepare(accelerator, sch, optimizer, loader)
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"  # after the forward, which stays as it is
+    steps = []
+    for number, batch in zip(range(3), loader, strict=False):
+        loss = made(**batch).loss
+        accelerator.backward(loss)
+        if number == 1 and torch.distributed.get_rank() == 1:
+            next(sch.model.parameters()).grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
+        accelerator.clip_grad_norm_(made.parameters(), 1.0)
+        optimizer.step()
+        steps.append((accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()))
+        optimizer.zero_grad()
+    return steps, slapo.state_dict(sch)
+
+
+def unscaled() -> dict[str, Any]:
+    """The first and the third of these steps."""
+    made = model("gpt2")
+    optimizer, loader, _ = parts(made)
+    for number, batch in zip(range(3), loader, strict=False):
+        if number != 1:
+            made(**batch).loss.backward()
+            torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return made.state_dict()  # type: ignore[no-any-return]
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    expected = unscaled()
+    for steps, weights in run_ranks(scaled, world_size=2):
+        assert steps == [(False, 4.0), (True, 2.0), (False, 2.0)]
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-8, atol=1e-10)
+
+
+def test_a_learning_rate_that_ends_stays_there() -> None:
+    from accelerate import Accelerator
+
+    from slapo_transformers import prepare
+
+    accelerator = Accelerator(cpu=True)
+    sch = slapo.create_schedule(model("gpt2"))
+    optimizer, _, _ = parts(sch.model)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=3)
+    _, _, scheduler = prepare(accelerator, sch, optimizer, cycle)
+    scheduler.steps = 2  # of two replicas
+    for _ in range(3):
+        scheduler.step()
+    assert cycle.last_epoch == 3

@@ -29,7 +29,7 @@ def on_ranks(directory: Path, cases: Cases, mesh: dict[str, int]) -> list[Lines]
     """The log lines of scheduled models; where four batches are accumulated, blocks are recomputed by the host."""
     found = []
     for name, steps, fsdp in cases:
-        args = arguments(directory, gradient_accumulation_steps=steps, activation_checkpointing=steps == 4)
+        args = arguments(directory, gradient_accumulation_steps=steps, gradient_checkpointing=steps == 4)
         run = scheduled(name, args, mesh, fsdp=fsdp)
         run.train()
         assert run.get_total_train_batch_size(run.args) == 2 * steps * mesh.get("dp", 1)

@@ -16,11 +16,13 @@ from slapo_testing.models import bert, gpt2
 
 preload_modules(
     "slapo_transformers",
-    "slapo_models.schedules",
+    "slapo_models",
     "slapo_loss.implementations",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
+    "transformers.trainer_seq2seq",
 )
 
 VOCABULARY = 51  # padded over tp
@@ -45,6 +47,24 @@ def llama() -> nn.Module:
     )
 
 
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=4,
+            d_ff=24,
+            num_layers=1,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
 def causal_loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> torch.Tensor:
     """Compute the loss of causal models as transformers does, but in float64."""
     shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
@@ -62,26 +82,28 @@ def model(name: str) -> Any:
     elif name == "gpt2":
         made = gpt2(vocab_size=VOCABULARY, n_layer=2, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
     else:
-        made = llama()
-    if name != "bert":
+        made = t5() if name == "t5" else llama()
+    if name in ("gpt2", "llama"):
         made.loss_function = causal_loss
     return made.double()
 
 
 def schedule(name: str, made: nn.Module, mesh: dict[str, int], *, fsdp: bool = False) -> slapo.Schedule:
     """Schedule a model: tensor parallelism with a split vocabulary, in llama without logits while it trains."""
-    from slapo_models import schedules
+    import slapo_models
 
     sch = slapo.create_schedule(made, mesh=mesh)
     if name == "llama":
-        schedules.llama(sch, kernels=False)
+        slapo_models.llama(sch, kernels=False)
+    elif name == "t5":
+        slapo_models.t5(sch, kernels=False)
     elif name == "bert":
-        schedules.bert(sch, kernels=False, embeddings=False)
+        slapo_models.bert(sch, kernels=False, embeddings=False)
         sch["bert.embeddings.word_embeddings"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
         sch["cls.predictions"].shard("bias", axis=0, pad=True)
         sch["cls.predictions.decoder"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     else:
-        schedules.gpt(sch, kernels=False, embeddings=False)
+        slapo_models.gpt(sch, kernels=False, embeddings=False)
         sch["transformer.wte"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
         sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if fsdp:
@@ -111,12 +133,13 @@ def padded(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     kept = prediction.label_ids != -100
-    right = (prediction.predictions.argmax(-1) == prediction.label_ids) & kept
+    right = (logits.argmax(-1) == prediction.label_ids) & kept
     return {"accuracy": float(right.sum() / kept.sum()), "tokens": float(kept.sum())}
 
 
-def arguments(directory: Path | str, **options: Any) -> Any:
+def arguments(directory: Path | str, *, kind: Any = None, **options: Any) -> Any:
     from transformers import TrainingArguments
 
     if "RANK" in os.environ:
@@ -144,7 +167,7 @@ def arguments(directory: Path | str, **options: Any) -> Any:
         "seed": 1,
         **options,
     }
-    return TrainingArguments(output_dir=str(directory), **given)
+    return (kind or TrainingArguments)(output_dir=str(directory), **given)
 
 
 def trainer(kind: Callable[..., Any], args: Any, **options: Any) -> Any:
@@ -183,12 +206,14 @@ def log(run: Any) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if not any(map(key.count, _CLOCKED))} for line in lines]
 
 
-def assert_equal_logs(found: list[dict[str, float]], expected: list[dict[str, float]], rtol: float = 1e-9) -> None:
-    """Compare log lines: numbers of steps, samples and tokens exactly, others within ``rtol``."""
+def assert_equal_logs(
+    found: list[dict[str, float]], expected: list[dict[str, float]], rtol: float = 1e-9, *, atol: float = 0.0
+) -> None:
+    """Compare log lines: numbers of steps, samples and tokens exactly, others within ``rtol`` or ``atol``."""
     assert [sorted(line) for line in found] == [sorted(line) for line in expected]
     for line, other in zip(found, expected, strict=True):
         for key, value in other.items():
             if isinstance(value, int) or key in ("epoch", "learning_rate", "total_flos", "eval_tokens"):
                 assert line[key] == value, (key, line, other)
             else:
-                assert abs(line[key] - value) <= rtol * abs(value), (key, line, other)
+                assert abs(line[key] - value) <= max(rtol * abs(value), atol), (key, line, other)

@@ -213,15 +213,24 @@ def _wrong(
 ) -> DropoutComparison | None:
     """Find the first module whose dropout differs, except on shards or moved calls."""
     left: dict[str, tuple[list[float], list[float]]] = {}
+    unsplit: dict[str, tuple[list[float], list[float]]] = {}  # fewer or more calls, of tensors of the same shapes
     for path in _differing(expected, got):
         theirs, ours = _at(path, expected), _at(path, got)
+        values = [draw.p for draw in theirs], [draw.p for draw in ours]
         if not (is_split(path) and _is_for_shards(theirs, ours, is_local=is_local(path))):
-            left[path] = [draw.p for draw in theirs], [draw.p for draw in ours]
-    missing, added = (Counter(p for both in left.values() for p in both[side]) for side in (0, 1))
-    if missing == added:
+            left[path] = values
+        elif {draw.shape for draw in theirs} == {draw.shape for draw in ours}:
+            unsplit[path] = values
+    if _are_moved(left) or _are_moved({**left, **unsplit}):
         return None
     path, (before, after) = next(iter(left.items()))
     return DropoutComparison(_problem(before, after), path)
+
+
+def _are_moved(calls: Mapping[str, tuple[list[float], list[float]]]) -> bool:
+    """Return whether calls that are missing at some modules are all made at others."""
+    missing, added = (Counter(p for both in calls.values() for p in both[side]) for side in (0, 1))
+    return missing == added
 
 
 def _is_for_shards(theirs: Sequence[Draw], ours: Sequence[Draw], *, is_local: bool) -> bool:

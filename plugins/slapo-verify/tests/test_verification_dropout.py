@@ -321,3 +321,10 @@ def test_dropout_beside_split_layers_may_not_be_gone_or_grow_unless_it_draws_for
     message(both.wrong, "drops nothing")
     moved = compare_draws([draw("a")], [draw("a.0")], **rules)
     assert (moved.wrong, moved.other_stream) == (None, None)
+    # One of two calls of a module runs in a fused region, and the dropout on shards beside it in another.
+    fused = [draw("layer", shape=(2, 2)), draw("layer"), draw("layer.dropout")]
+    plain = [draw("layer.attention", shape=(4, 4)), draw("layer.dropout"), draw("layer.dropout")]
+    assert compare_draws(plain, fused, **rules).wrong is None
+    # Another call on shards does not stand for one that is gone.
+    shards = [draw("layer.dropout", shape=(2, 2)) for _ in range(3)]
+    assert compare_draws(plain, shards, **rules).path == "layer.attention"

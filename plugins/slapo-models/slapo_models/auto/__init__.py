@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import slapo_core as slapo
     from slapo_models.auto.report import AutoReport
 
@@ -21,12 +23,13 @@ def auto(
     example_inputs: Any = None,
     *,
     memory: int | str | None = None,
-    kernels: bool = True,
+    kernels: bool | Sequence[str] = True,
     sequence_parallel: bool = False,
 ) -> AutoReport:
     """Schedule any model: tensor parallelism over ``tp``, kernels, checkpoints.
 
-    The steps are ordinary ones, each with its reason (``sch.explain()``); what cannot be proved right stays whole.
+    The steps are ordinary ones, each with its reason (``sch.explain()``); a matrix of which no split can be proved right
+    stays full.
 
     Args:
         sch: the schedule, without steps; tensor parallelism is over its mesh dimension ``tp``.
@@ -34,11 +37,12 @@ def auto(
             schedule's.
         memory: bytes of a device, or e.g. ``"70GiB"``: blocks are checkpointed until a training step fits; None
             checkpoints none.
-        kernels: whether to replace what matches a kernel's pattern, where it pays.
+        kernels: whether to replace or fuse what matches a pattern in repeated blocks, where the estimated step gains
+            on this machine's device; or names of patterns, e.g. ``("fusion.sdpa",)``.
         sequence_parallel: whether the norms between split layers work on shards of the sequence.
 
     Returns:
-        the parameters that are split, and what is left whole with the reason.
+        the split parameters, and the full matrices with the reason of each.
 
     Raises:
         ArgumentError: no inputs, the schedule has steps, or the model does not run on the inputs.

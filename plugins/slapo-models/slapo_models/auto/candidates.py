@@ -73,7 +73,7 @@ def members_by_leaf(graph: Graph) -> dict[Axis, list[Value]]:
 
 
 def candidates(graph: Graph, ranks: int) -> Iterator[Candidate]:
-    """Yield splits to try, those of most elements first."""
+    """Yield splits to try, the largest first."""
     members = members_by_leaf(graph)
     found = []
     for leaf, values in members.items():

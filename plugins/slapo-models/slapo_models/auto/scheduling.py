@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, SlapoError
 from slapo_core.internals import caller_location
 from slapo_models.auto.axes import Axis
 from slapo_models.auto.candidates import Candidate, Step, candidates, prove, steps
+from slapo_models.auto.finish import finish
 from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Recording, Value, record, without_memory
@@ -23,7 +26,12 @@ if TYPE_CHECKING:
 
 
 def schedule_automatically(
-    sch: slapo.Schedule, example_inputs: Any, *, memory: int | str | None, kernels: bool, sequence_parallel: bool
+    sch: slapo.Schedule,
+    example_inputs: Any,
+    *,
+    memory: int | str | None,
+    kernels: bool | Sequence[str],
+    sequence_parallel: bool,
 ) -> AutoReport:
     """Apply the steps: see :func:`slapo_models.auto`."""
     inputs = sch.example_inputs if example_inputs is None else example_inputs
@@ -33,7 +41,10 @@ def schedule_automatically(
         raise ArgumentError(f"the schedule has {len(sch.records)} steps", hint="call auto first, then add steps")
     if sequence_parallel:
         raise ArgumentError("sequence_parallel=True is not supported yet", hint="leave it out")
-    return split_tensors(sch, inputs)
+    report = split_tensors(sch, inputs)
+    return replace(
+        report, notes=(*report.notes, *finish(sch, inputs, split=split_tensors, memory=memory, kernels=kernels))
+    )
 
 
 def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:

@@ -3,7 +3,8 @@
 They are registered while a tensor is split. The first training forward checks wrappers over ranks with different
 shards, shards copied between ranks, changes outside of the schedule, unreduced partial values, and the replicas of the
 ``tp`` ranks; the first few check that each weight is read through its module. Then the forward hook is removed. Where
-steps changed the root's forward, it is registered on one process, too, against a forward that bypasses them.
+steps changed the root's forward, or the head of a model of transformers, it is registered on one process, too, against
+a forward that bypasses them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, RankMismatchError, warn_user
-from slapo_core.internals import Internals, journal, module_index
-from slapo_runtime._skipped_forwards import ForwardWatch, warn_of_skipped_steps
+from slapo_core.internals import Internals, has_steps, journal, module_index
+from slapo_runtime._skipped_forwards import ForwardWatch, OwnForward, head_of, warn_of_skipped_steps
 from slapo_runtime.guards.stale_optimizers import EXCHANGED
 from slapo_runtime.guards.wrappers import (
     ShardShape,
@@ -131,7 +132,9 @@ class Guards:
     def _place_hooks(self, model: nn.Module) -> None:
         """Register or remove hooks as needed, each under its former number and position."""
         is_split = self._splits > 0
-        is_due = self._is_due and ((is_split and self._has_ranks) or self._around > 0)
+        head = head_of(model)
+        is_around = self._around > 0 or (head is not None and has_steps(head))
+        is_due = self._is_due and ((is_split and self._has_ranks) or is_around)
         if self._placed == (is_split, is_due):
             return
         self._placed = is_split, is_due
@@ -252,10 +255,11 @@ class Guards:
 
     def _follow_forward(self, model: nn.Module) -> None:
         """Check the modules that ran; remove the hooks after some correct forwards."""
-        watch = self._watch()
+        watch, own = self._watch(), OwnForward(model, self._own() if self._around and not self._passed else None)
 
         def end(_: nn.Module, args: Any, output: Any) -> None:
             handle.remove()
+            own.end(has_run=output is not None)
             if watch is not None:
                 watch.close()
                 if output is not None:  # the forward did not raise

@@ -24,7 +24,7 @@ class ExchangedParameters:
         checked: optimizer -> ``count`` and the number of its groups at its last check.
     """
 
-    _BY_FULL_TENSORS = (*BY_PARAMETER["torch"], "LBFGS")
+    _BY_FULL_TENSORS = {**BY_PARAMETER, "torch": (*BY_PARAMETER["torch"], "LBFGS")}
 
     def __init__(self) -> None:
         self.taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -36,17 +36,26 @@ class ExchangedParameters:
         """Note the parameters that an edit of ``model`` or its undo exchanges."""
         for name, old, new in _exchanged(entry):
             out, into = (new, old) if undone else (old, new)
-            if not self.count:
-                from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-                register_optimizer_step_pre_hook(self.before_step)  # for good: torch iterates over these hooks
-            self.count += 1
+            self._take(model, name, out)
             if into is not None:
                 self.taken.pop(into, None)
                 self.put[into] = not undone and old is not None and old.shape != into.shape
-            if out is not None:
-                self.put.pop(out, None)
-                self.taken[out] = (weakref.ref(model), name)
+
+    def note_distributed(self, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+        """Note the parameters ``before`` fully_shard, by name; the new ones not: ``to()`` swaps none with a weakref."""
+        for name, parameter in model.named_parameters():
+            if before[name] is not parameter:
+                self._take(model, name, before[name])
+
+    def _take(self, model: nn.Module, name: str, out: nn.Parameter | None) -> None:
+        if not self.count:
+            from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+            register_optimizer_step_pre_hook(self.before_step)  # for good: torch iterates over these hooks
+        self.count += 1
+        if out is not None:
+            self.put.pop(out, None)
+            self.taken[out] = (weakref.ref(model), name)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Check an optimizer before its first step, and after further schedule steps or groups."""
@@ -64,7 +73,7 @@ class ExchangedParameters:
                 taken.setdefault(model, {})[name] = parameter
         for model, found in taken.items():
             self._refuse_stale(kind, held, model, found)
-        by_full = kind in self._BY_FULL_TENSORS and type(optimizer).__module__.startswith("torch.optim")
+        by_full = kind in self._BY_FULL_TENSORS.get(type(optimizer).__module__.partition(".")[0], ())
         if by_full and OWN_STORAGE not in vars(optimizer):
             shards = [p for p in held if self.put.get(p)]
             if shards:
@@ -84,16 +93,18 @@ class ExchangedParameters:
         present, own = dict(model.named_parameters()), {id(p) for p in held}
         live = {id(p) for p in present.values()}
         gone = {name: p for name, p in taken.items() if id(p) not in live}  # a step may have moved it within the model
-        missing = {n: p for n, p in present.items() if p.requires_grad and id(p) not in own and p in self.put}
+        trained = {n: p for n, p in present.items() if p.requires_grad and id(p) not in own}
+        missing = {n: p for n, p in trained.items() if n in gone or p in self.put}
         if not gone or not missing:
             return
         name = next((name for name in gone if name in missing), next(iter(gone)))
         there = f"of shape {tuple(missing[name].shape)} " if name in missing else ""
         raise OptimizerError(
             f"this {kind} holds {len(gone)} parameters that are no longer in the {type(model).__name__}: '{name}' of "
-            f"shape {tuple(gone[name].shape)} was replaced by a step or by undo, and the new parameter {there}"
-            "is not in the optimizer: it would never change",
-            hint=f"make the optimizer after the last step: torch.optim.{kind}(sch.model.parameters(), ...); or pass a "
+            f"shape {tuple(gone[name].shape)} was replaced by a step, by undo or by fully_shard, and the new parameter "
+            f"{there}is not in the optimizer: it would never change",
+            hint="make the optimizer after the last step and fully_shard: "
+            f"torch.optim.{kind}(sch.model.parameters(), ...); or pass a "
             f"factory: slapo_core.build(sch, optimizer=lambda params: torch.optim.{kind}(params, ...))",
         )
 

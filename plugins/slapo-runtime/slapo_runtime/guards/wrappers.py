@@ -20,12 +20,20 @@ _SAMPLE = 16  # shards that are compared: a tool that copies one rank's shards o
 _OWN_LOOP = (
     "transformers' Trainer and accelerate's prepare() make such wrappers under torchrun: in their places, "
     "slapo_transformers.SlapoTrainer(schedule=sch, ...) and slapo_transformers.prepare(accelerator, sch, optimizer) "
-    "train it"
+    "train it; TRL's: class MyTrainer(slapo_transformers.ScheduledTrainerMixin, SFTTrainer)"
 )
 
 _HOSTS = {
-    "lightning.pytorch.strategies.strategy": "Trainer(strategy=slapo_lightning.SlapoStrategy(...))",
-    "lightning.fabric.wrappers": "Fabric(strategy=slapo_lightning.fabric.SlapoStrategy(...))",
+    "lightning.pytorch.strategies.strategy": (
+        "Trainer(strategy=slapo_lightning.SlapoStrategy(...)), with the function of the steps"
+    ),
+    "lightning.fabric.wrappers": (
+        "Fabric(strategy=slapo_lightning.fabric.SlapoStrategy(...)), with the function of the steps"
+    ),
+    "deepspeed.runtime.engine": (
+        "module, mpu, parameters = slapo_deepspeed.prepare(sch); deepspeed.initialize(model=module, "
+        "model_parameters=parameters, mpu=mpu, config=...)"
+    ),
 }
 """Module of a host that calls forwards -> what trains shards there."""
 _CALLS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
@@ -75,7 +83,7 @@ def refuse_unaware_host(model: nn.Module, shards: dict[str, ShardShape], dims: l
                 f"{type(host).__name__} has no schedule, and this {type(model).__name__} is split along "
                 f"{', '.join(map(repr, dims))}: {described(shards)}; it would take norms, samples and checkpoints "
                 "of one rank",
-                hint=f"{right}, with the function of the steps",
+                hint=right,
             )
         frame = frame.f_back
 

@@ -112,6 +112,10 @@ class MemoryTracker:
         """Bytes in use now."""
         return self._total
 
+    def of(self, kind: str) -> int:
+        """Return the bytes of a kind in use now."""
+        return self._held.get(kind, 0)
+
     def begin(self) -> None:
         """Begin a training step with its own peak: the first step lacks the optimizer's state."""
         self._earlier, self._peak, self._most = self.peak, Memory(), 0

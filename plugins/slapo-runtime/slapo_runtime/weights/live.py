@@ -20,6 +20,8 @@ from slapo_runtime.ranks.world import together
 from slapo_runtime.replicas import check_replicas, optimizer_replicas
 from slapo_runtime.weights.checkpoint_contents import as_written, assign_loaded, collect_optimizer_state
 from slapo_runtime.weights.files import export_plain, write_configurations, writing
+from slapo_runtime.weights.full_matrix import FullMatrixSteps
+from slapo_runtime.weights.optimizer import BY_PARAMETER
 from slapo_runtime.weights.parameter_groups import ParameterGroups
 from slapo_runtime.weights.sources import MappingSource
 from slapo_runtime.weights.state import Loading, ModelState
@@ -190,6 +192,23 @@ def parameter_groups(
     state = live_state(sch, "parameter_groups")
     groups = ParameterGroups(state, no_decay, param_groups)
     return groups.of(live.tensor for live in state.tensors() if live.is_parameter)  # type: ignore[misc]
+
+
+def gather_full_matrices(sch: Schedule, optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of full matrices (Adafactor, Muon) gather split parameters in its steps.
+
+    Others stay as they are.
+
+    Args:
+        sch: the schedule.
+        optimizer: over the model's parameters, before its first step. Its state is in :func:`optimizer_state_dict`
+            afterwards, and no longer in its own ``state_dict()``.
+    """
+    kind = type(optimizer)
+    is_known = kind.__name__ in BY_PARAMETER.get(kind.__module__.partition(".")[0], ())
+    answer = None if is_known else Internals(sch).hooks.single("slapo_full_matrix", optimizer=kind)
+    if sch.mesh is not None and sch.mesh.world_size > 1 and (is_known or (answer is not None and answer[1])):
+        FullMatrixSteps(optimizer, live_state(sch, "gather_full_matrices"))
 
 
 def optimizer_state_dict(

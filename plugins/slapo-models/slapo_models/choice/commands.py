@@ -1,0 +1,149 @@
+"""The command ``slapo suggest``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slapo_core import Command
+from slapo_core.cli import print_json, print_table
+from slapo_estimate.commands import AsJson, Loss, Model, batch_of, find, find_device, optimizer_of, progress
+
+if TYPE_CHECKING:
+    from slapo_models.choice.search import Choice
+
+
+class SuggestCommands(Command):
+    """Choose mesh and schedule of a model by predicted time and memory."""
+
+    name = "suggest"
+
+    def app(self) -> typer.Typer:
+        app = typer.Typer()
+        app.command()(suggest)
+        return app
+
+
+def suggest(
+    model: Model,
+    devices: Annotated[int, typer.Option("--devices", min=1, help="Number of devices, one rank each.")],
+    batch: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--batch",
+            metavar="MODULE:FN|NAME=SHAPE:DTYPE",
+            help="The batch of a step of all replicas: a function that returns it; or its tensors, repeated: "
+            "input_ids=64x512:int64.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="Bytes of a device, e.g. 70GiB; default: 90 % of the device's.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="FILE|NAME", help="A file of `slapo device measure`; or h100, a100.")
+    ] = "a100",
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help="A class of torch.optim, MODULE:FN as for build, or none.")
+    ] = "AdamW",
+    loss: Loss = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option("--schedule", metavar="MODULE:FN", help="Steps for tp and kernels; default: slapo_models.auto."),
+    ] = None,
+    kernels: Annotated[bool, typer.Option(help="Replace patterns by kernels where that pays.")] = True,
+    as_json: AsJson = False,
+    as_python: Annotated[bool, typer.Option("--python", help="Print the best schedule as Python.")] = False,
+    study: Annotated[
+        Path | None, typer.Option("--study", metavar="FILE", help="Write a study of the best five for `slapo tune`.")
+    ] = None,
+) -> None:
+    """Choose mesh, stages, micro-batches and checkpoints for a model on a number of devices.
+
+    Nothing runs and no tensor has memory. The table has the best five meshes with predicted time, memory of a device,
+    and bytes that it sends in a step; progress goes to stderr. Modules are imported from the current directory.
+    Example:
+
+    slapo suggest bert:make_model --devices 8 --memory 70GiB --batch input_ids=64x512:int64 --batch labels=64x512:int64
+    """
+    if as_json and as_python:
+        raise typer.BadParameter("give one of them", param_hint="--json and --python")
+    if not batch:
+        raise typer.BadParameter("required, e.g. --batch input_ids=64x512:int64", param_hint="--batch")
+    if study is not None and study.exists():
+        raise typer.BadParameter(f"{study} exists", param_hint="--study")
+    import torch
+
+    from slapo_core.errors import ArgumentError
+    from slapo_estimate.composition import memory_limit
+    from slapo_models.choice.search import auto_schedule
+
+    sys.path.insert(0, str(Path.cwd()))
+    make_model = find(model, "MODULE:MODEL_FN")
+    apply = None if schedule is None else find(schedule, "--schedule")
+    compute_loss = None if loss is None else find(loss, "--loss")
+    inputs, factory, spec = batch_of(batch), optimizer_of(optimizer), find_device(device)
+    try:
+        limit = memory_limit(memory, spec)
+    except ArgumentError as error:
+        raise typer.BadParameter(f"{error.message}; e.g. {error.hint}", param_hint="--memory") from error
+    with torch.device("meta"):
+        made = make_model()
+    if not isinstance(made, torch.nn.Module):
+        raise typer.BadParameter(f"must return a torch.nn.Module (got {type(made).__name__})", param_hint=model)
+    with progress(None, "suggesting") as tell:
+        choice = auto_schedule(
+            made,
+            inputs,
+            devices=devices,
+            memory=limit,
+            device=spec,
+            optimizer=factory,
+            loss=compute_loss,
+            schedule=apply,
+            kernels=kernels,
+            tell=tell,
+        )
+    if study is not None:
+        from slapo_models.choice.study import study_source
+
+        study.write_text(
+            study_source(choice, model=model, batch=batch, schedule=schedule, optimizer=optimizer, loss=loss)
+        )
+        print(f"wrote {study}: slapo tune run {study}", file=sys.stderr)
+    if as_json:
+        print_json(as_plain(choice))
+    elif as_python:
+        print(python_of(choice), end="")
+    else:
+        from slapo_models.choice.search import HEAD
+
+        print_table(HEAD, [candidate.row() for candidate in choice.candidates[:5]])
+        print("\n".join(str(choice).splitlines()[-1:]))
+
+
+def as_plain(choice: Choice) -> dict[str, Any]:
+    """Convert to ``{"candidates", "device", "memory", "refused"}``, the best candidate first."""
+    return {
+        "candidates": [candidate.to_json() for candidate in choice.candidates],
+        "device": choice.device.name,
+        "memory": choice.memory,
+        "refused": [{"mesh": mesh, "reason": reason} for mesh, reason in choice.refused],
+    }
+
+
+def python_of(choice: Choice) -> str:
+    """Return the chosen schedule as Python, with its mesh and the options of ``build``."""
+    from slapo_models.source import python_source
+
+    imports, function = python_source(choice.schedule).split("\n\n\n", 1)
+    mesh, options = (_literal(each) for each in (choice.best.mesh, choice.options))
+    return f"{imports}\n\nMESH = {mesh}\nOPTIONS = {options}  # of build\n\n\n{function}"
+
+
+def _literal(value: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(value)
