@@ -21,7 +21,7 @@ preload_modules("transformers.models.bert.modeling_bert", "transformers.models.l
 
 def scheduled(model: nn.Module, batch: Any, ranks: int = 2) -> tuple[slapo.Schedule, Any]:
     sch = slapo.create_schedule(model, mesh={"tp": ranks}, example_inputs=batch)
-    return sch, slapo_models.auto(sch)
+    return sch, slapo_models.auto(sch, kernels=False)
 
 
 def layouts(sch: slapo.Schedule) -> dict[str, str]:
