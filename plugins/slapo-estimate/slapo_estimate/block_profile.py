@@ -150,7 +150,7 @@ class StepProfile:
 
 @dataclass
 class _Region:
-    """What is seen of a region while a step runs."""
+    """The costs of a region so far, while a step runs."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -373,7 +373,7 @@ class _Profiler:
         )
 
     def _own_parameters(self) -> dict[int, list[nn.Parameter]]:
-        """Return the parameters of each region: of blocks those of their modules, else by their first use."""
+        """Return the parameters of each region: by the module of a block, else by their first use."""
         found: dict[int, list[nn.Parameter]] = {BEFORE: [], AFTER: []}
         found.update((number, []) for number in range(len(self._asked.paths)))
         for name, one in self._model.named_parameters():

@@ -1,7 +1,7 @@
 """Predict a training step on a mesh from the costs of its blocks.
 
 One profile of a micro-batch (:mod:`slapo_estimate.block_profile`) gives the step of any number of blocks, replicas,
-stages and micro-batches: no further simulation. The rules are those of the simulated engines (:mod:`training_step`,
+stages and micro-batches: no further simulation. The rules follow the simulated engines (:mod:`training_step`,
 :mod:`pipeline_step`), whose numbers the tests compare.
 """
 

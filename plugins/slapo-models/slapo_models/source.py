@@ -115,7 +115,7 @@ def _pattern(sch: slapo.Schedule, record: Record, selection: Selection) -> str:
     """Return the name of a pattern whose matches a step takes.
 
     Raises:
-        SerializationError: it takes some of them, those of several patterns, or the pattern has no name.
+        SerializationError: it takes some of them, or matches of several patterns, or the pattern has no name.
     """
     matches: Sequence[Any] = selection if isinstance(selection, Sequence) else ()
     names = {getattr(getattr(match, "pattern", None), "name", None) for match in matches}
@@ -258,7 +258,7 @@ class _Writer:
         self.variables: dict[str, str] = {}  # glob -> name of its variable
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the function's body, without those of the variables."""
+        """Yield the lines of the function's body, without the variables."""
         at, chain = 0, _Chain()
         while at < len(self._steps):
             group, length = self._group(at)

@@ -116,6 +116,10 @@ def weights_of(run: Any, schedules: bool) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in found.items()}
 
 
+class Unknown(torch.optim.SGD):
+    """An optimizer that slapo does not know."""
+
+
 def of_ranks(directory: Path) -> Facts:
     """What one process has no counterpart of: RNG states, workers, and an exchange that waits."""
     run = trainer_of(directory / "rng", True)
@@ -134,6 +138,9 @@ def of_ranks(directory: Path) -> Facts:
     with run.accelerator.no_sync(sharded):
         flags.append(len(flags) == 1)
     workers = run.get_train_dataloader().worker_init_fn
+    parameters = run.schedule.model.parameters()
+    with pytest.warns(UserWarning, match="Unknown is not known to be element-wise"):
+        run.accelerator.prepare(Unknown(parameters, lr=0.1))
     return {"drawn": drawn == expected, "flags": flags, "worker": workers.keywords["rank"]}
 
 

@@ -399,3 +399,28 @@ def test_a_search_finds_what_one_process_finds(mesh: dict[str, int], tmp_path: P
     for found, _ in ranks:
         assert found == pytest.approx(losses, rel=1e-9)
     assert (tmp_path / "ranks" / "run-1" / "checkpoint-2" / "slapo.json").is_file()
+
+
+def of_full_matrices(
+    directory: Path, mesh: dict[str, int] | None, resume: Path | None = None
+) -> list[dict[str, float]]:
+    """The last log lines of a run by Adafactor."""
+    case = Case("llama", {"optim": "adafactor", "save_strategy": "steps", "save_steps": 2})
+    run = make(case, {}, directory, mesh, False)
+    run.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return [line for line in log(run) if line["step"] > 2 and "train_loss" not in line]
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+def test_a_state_of_full_matrices_is_resumed_with_a_mesh_and_without(tmp_path: Path) -> None:
+    mesh = {"tp": 2}
+    expected = run_process(of_full_matrices, tmp_path / "one", None)
+    (whole, _) = run_ranks(of_full_matrices, tmp_path / "tp", mesh, world_size=2)
+    saved = {kind: tmp_path / kind / "checkpoint-2" for kind in ("one", "tp")}
+    (again, _) = run_ranks(of_full_matrices, tmp_path / "again", mesh, saved["tp"], world_size=2)
+    assert again == whole
+    (other, _) = run_ranks(of_full_matrices, tmp_path / "other", mesh, saved["one"], world_size=2)
+    plain = run_process(of_full_matrices, tmp_path / "plain", None, saved["tp"])
+    for found in (whole, other, plain):
+        assert_equal_logs(found, expected)

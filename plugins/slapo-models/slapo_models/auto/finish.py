@@ -1,4 +1,4 @@
-"""What follows tensor parallelism in an automatic schedule: kernels, stages, checkpoints."""
+"""The steps after tensor parallelism in an automatic schedule: kernels, stages, checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def finish(
     memory: int | str | None,
     kernels: bool | Sequence[str],
 ) -> tuple[str, ...]:
-    """Apply the other steps of :func:`slapo_models.auto`, after those of tensor parallelism.
+    """Apply the other steps of :func:`slapo_models.auto`, after tensor parallelism.
 
     Args:
         sch: the schedule.

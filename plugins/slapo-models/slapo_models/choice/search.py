@@ -355,7 +355,7 @@ class Search:
         try:
             profiles = [self._profile(tp, size) for size in dict.fromkeys((1, largest))]
             between = [size for size in self.sizes if 1 < size < largest]
-            if between and _gain(*profiles) > _SETTLED:  # time per sample is no line
+            if between and _gain(*profiles) > _SETTLED:  # the seconds of a sample change
                 middle = min(between, key=lambda size: abs(size * size - largest))
                 profiles.insert(1, self._profile(tp, middle))
         except PreconditionError as error:
