@@ -117,6 +117,10 @@ class Together:
         self._partial: set[Value] = set()
         self._passed_on: set[Value] = set()
 
+    def leaves_partial(self, value: Value) -> bool:
+        """Return whether the gradient of what a parameter makes is partial."""
+        return any(result in self._passed_on for use in value.uses for result in use.results)
+
     def add(self, candidate: Candidate) -> None:
         """Add a split.
 

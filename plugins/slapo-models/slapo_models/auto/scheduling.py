@@ -89,8 +89,8 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
     for step in applied:
         apply(sch, step, location)
     for value, found in vocabularies(graph):
-        if isinstance(found, LeftWhole):
-            reasons[value] = str(found)
+        if isinstance(found, LeftWhole) or together.leaves_partial(value):
+            reasons[value] = str(found) if isinstance(found, LeftWhole) else "the gradient of its rows is partial"
             continue
         before = len(sch.records)
         try:
