@@ -35,8 +35,8 @@ _LARGEST = 16
 _SETTLED = 0.02
 """Relative gain of seconds per sample in the largest micro-batch from which one in between is profiled, too."""
 
-_TIE = 0.01
-"""Relative difference of predicted times below which the one with fewer steps is chosen."""
+_TIE = 0.05
+"""Relative difference below which predicted times count as equal: about their accuracy."""
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Apply = Callable[[slapo.Schedule], Any]
@@ -157,7 +157,7 @@ def auto_schedule(
 
     Meshes of ``dp``, ``pp`` and ``tp`` are compared, with replicas or shards (``data_parallel="fsdp"``),
     micro-batches, stages cut at repeated blocks by time, and the fewest checkpointed blocks that fit. Of predictions
-    within 1 % the one with fewer steps wins. ``slapo tune`` measures the best ones.
+    within 5 % the one with fewer steps wins. ``slapo tune`` measures the best ones.
 
     Args:
         model: the model, also on the meta device; it is scheduled.
@@ -417,7 +417,7 @@ class Search:
 
 
 def ordered(candidates: list[Candidate]) -> list[Candidate]:
-    """Sort by time; of those within 1 % of the best the one with the fewest steps comes first."""
+    """Sort by time; of those within 5 % of the best the one with the fewest steps comes first."""
     by_time = sorted(candidates, key=lambda each: (each.prediction.time, each.steps, tuple(each.mesh.items())))
     if not by_time:
         return []
