@@ -35,6 +35,7 @@ from slapo_models.choice.search import Candidate, Search, apply_choice, ordered
 from slapo_runtime.launcher import run_ranks
 
 GOAL, SAMPLES, LENGTH, STEPS = 0.97, 16, 64, 3
+CLOCKS = ("time of the slowest rank", "mean processor time of the ranks, with the waiting of stages")
 ADAMW: Any = functools.partial(torch.optim.AdamW, lr=1e-4)
 SIZES = {"vocab_size": 512, "attn_implementation": "eager"}
 
@@ -156,12 +157,7 @@ def main() -> None:
             }
             results.append(found)
             print(name, ranks, {key: value for key, value in found.items() if key != "measured"}, flush=True)
-            clock = (
-                "mean processor time of the ranks, with the waiting of stages"
-                if given.cpu_time
-                else "time of the slowest rank"
-            )
-            save("auto_choice", results, clock=clock, device=device.to_json())
+            save("auto_choice", results, clock=CLOCKS[given.cpu_time], device=device.to_json())
 
 
 if __name__ == "__main__":
