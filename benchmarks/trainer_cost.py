@@ -1,7 +1,7 @@
 """What a step of Trainer with the mixin costs: against Trainer without it, and against loops of our own.
 
-Steps of GPT-2, with clipping, AdamW and a log line each, alternate in the same processes: two Trainers, or a Trainer and
-a loop, whose losses must be equal. Times are processor time of the first rank, without its waits for the other one.
+Steps of GPT-2, with clipping, AdamW and a log line each, alternate in the same processes: two Trainers, or a Trainer
+and a loop, whose losses must be equal. Times are processor time of the first rank, without its waits for the other one.
 
     python benchmarks/trainer_cost.py --pairs 100
 """
@@ -85,6 +85,7 @@ class Steps(TrainerCallback):
             save_strategy="no",
             report_to=[],
             use_cpu=True,
+            ddp_backend="gloo" if "WORLD_SIZE" in os.environ else None,
             disable_tqdm=True,
         )
         trainer = kind(args=args, train_dataset=Samples(), callbacks=[self], **options)
@@ -155,8 +156,9 @@ def compare(question: str, pairs: int) -> tuple[list[float], list[float]]:
     """Time both kinds of steps in turn, after they have given equal losses."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name)  # else the host would make a process group
+    if os.environ["WORLD_SIZE"] == "1":  # a process as without a launcher, which the host wraps for no replicas
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name)
     _, *kinds, _ = QUESTIONS[question]
     first, second = (make() for make in kinds)
     losses = [(first(), second()) for _ in range(WARM_UP)]
@@ -168,17 +170,23 @@ def compare(question: str, pairs: int) -> tuple[list[float], list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=100, help="interleaved pairs of steps (default: %(default)s)")
+    parser.add_argument("--only", choices=list(QUESTIONS), action="append", help="only this question; nothing is kept")
     options = parser.parse_args()
     preload_modules("slapo_transformers", "slapo_models", "transformers.models.gpt2.modeling_gpt2")
     rows = []
-    for question, (ranks, _, _, allowed) in QUESTIONS.items():
+    for question in options.only or QUESTIONS:
+        ranks, *_, allowed = QUESTIONS[question]
         times = run_ranks(compare, question, options.pairs, world_size=ranks, timeout=3600)[0]
         ours, theirs = (1e3 * statistics.median(one) for one in times)
         row = {"question": question, **ratio_of_medians(*times), "ms": ours, "other_ms": theirs, "allowed": allowed}
         rows.append(row)
         low, high = row["interval_95"]
-        print(f"{question:<50} {row['ratio']:.3f} (95 %: {low:.3f} to {high:.3f}, {ours:.1f} / {theirs:.1f} ms)", flush=True)
-    save("trainer_cost", rows, clock="process_time")
+        print(
+            f"{question:<50} {row['ratio']:.3f} (95 %: {low:.3f} to {high:.3f}, {ours:.1f} / {theirs:.1f} ms)",
+            flush=True,
+        )
+    if not options.only:
+        save("trainer_cost", rows, clock="process_time")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Kill ranks of transformers' Trainer at random moments, and compare the resumed runs with uninterrupted ones.
 
 Runs of GPT-2 with dropout save, evaluate and delete older checkpoints. At the n-th call of a function, Python's or C's,
-counted over the run, one of its saves, or one of its deletions, one rank or all of them end as by ``kill -9``. The run is
-started again with ``resume_from_checkpoint=True``: log lines and final weights must be bitwise those of a run that
+counted over the run, one of its saves, or one of its deletions, one rank or all of them end as by ``kill -9``. The run
+is started again with ``resume_from_checkpoint=True``: log lines and final weights must be bitwise those of a run that
 nothing interrupted, and no checkpoint that a save left as complete may be missing.
 
     python benchmarks/trainer_kills.py --kills 50 --output benchmarks/results/trainer_kills.json

@@ -29,7 +29,7 @@ class Trainer(ScheduledTrainerMixin, SFTTrainer):
 
 
 def split(sch: slapo.Schedule) -> None:
-    """Split the layers and their adapters over tp; TRL's loss reads the head's weight, which stays whole."""
+    """Split the layers and their adapters over tp."""
     for layer in sch["base_model.model.model.layers.*"]:
         attention, mlp = layer["self_attn"], layer["mlp"]
         first = [attention[name] for name in ("q_proj", "k_proj", "v_proj")] + [mlp["gate_proj"], mlp["up_proj"]]

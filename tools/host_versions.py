@@ -4,7 +4,8 @@ python tools/host_versions.py oldest     # the lower bounds that the two distrib
 python tools/host_versions.py newest     # what pip takes within them
 python tools/host_versions.py            # write docs/host_versions.md again, from docs/host_versions.json
 
-An environment has the hosts and what they require, over the packages of the one that runs this, and is removed.
+An environment has the hosts and what they require, over the packages of the one that runs this, and is removed. All
+tests run, breadth included.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tools.torch_versions import ROOT, Row, call, run_tests
 
 ROWS = ROOT / "docs" / "host_versions.json"
 PAGE = ROOT / "docs" / "host_versions.md"
+SUITE = ("plugins/slapo-transformers/tests", "plugins/slapo-lightning/tests")
 HOSTS = ("transformers", "accelerate", "trl", "peft", "lightning")
 _FACTS = """
 import importlib.metadata as metadata, json, platform, sys
@@ -50,7 +52,9 @@ def main() -> int:
         ROWS.write_text(json.dumps(rows, indent=1) + "\n")
     PAGE.write_text(page(rows))
     if row is not None:
-        print(f"{row['passed']} passed, {row['skipped']} skipped, {len(row['failed'])} failed", *row["failed"], sep="\n  ")
+        print(
+            f"{row['passed']} passed, {row['skipped']} skipped, {len(row['failed'])} failed", *row["failed"], sep="\n  "
+        )
     return 1 if row is not None and row["failed"] else 0
 
 
@@ -80,7 +84,7 @@ def _run(which: str, processes: int) -> Row:
         Path(own, "parent.pth").write_text(f"import site; site.addsitedir({parent!r})\n")
         pip = [str(python), "-m", "pip", "install", "--no-cache-dir", "--disable-pip-version-check", "-q", "--upgrade"]
         call([*pip, *versions, f"torch=={_facts(python, 'torch')['torch']}"])
-        return {**_facts(python, "torch", *HOSTS), **run_tests(python, "hosts", processes)}
+        return {**_facts(python, "torch", *HOSTS), **run_tests(python, SUITE, processes, SLAPO_TEST_WHOLE="1")}
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

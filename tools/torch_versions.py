@@ -31,7 +31,6 @@ ROWS = ROOT / "docs" / "torch_versions.json"
 PAGE = ROOT / "docs" / "torch_versions.md"
 SUITES = {
     "sampled": ("--ignore=tests/architecture/test_style.py",),
-    "hosts": ("plugins/slapo-transformers/tests", "plugins/slapo-lightning/tests"),
     "core": (
         *("plugins/slapo-torch/tests/test_pipeline*.py", "plugins/slapo-graph/tests/test_trace*.py"),
         *("plugins/slapo-estimate/tests", "plugins/slapo-pipeline/tests"),
@@ -79,7 +78,8 @@ def _run(options: argparse.Namespace) -> Row:
         python_version, torch, _ = _facts(python)
         if Version(torch).public != options.version:
             sys.exit(f"{directory} has torch {torch}, not {options.version}")
-        counted = run_tests(python, options.suite, options.processes)
+        print(f"[3/3] running the tests: {options.suite}", flush=True)
+        counted = run_tests(python, SUITES[options.suite], options.processes)
     finally:
         if not options.use and not options.keep:
             shutil.rmtree(directory, ignore_errors=True)
@@ -126,16 +126,22 @@ def _facts(python: Path) -> tuple[str, str, list[str]]:
     return facts[0], facts[1], facts[2]
 
 
-def run_tests(python: Path, suite: str, processes: int) -> Row:
-    """Run a suite in an environment, and count what came out."""
-    print(f"[3/3] running the tests: {suite}", flush=True)
-    paths = [str(path.relative_to(ROOT)) for glob in SUITES[suite] if "*" in glob for path in sorted(ROOT.glob(glob))]
-    paths += [path for path in SUITES[suite] if "*" not in path]
+def run_tests(python: Path, suite: Sequence[str], processes: int, **environ: str) -> Row:
+    """Run tests in an environment, and count what came out.
+
+    Args:
+        python: of the environment.
+        suite: paths, patterns of paths, and options of pytest.
+        processes: that run tests at once.
+        environ: further variables of the environment.
+    """
+    paths = [str(path.relative_to(ROOT)) for glob in suite if "*" in glob for path in sorted(ROOT.glob(glob))]
+    paths += [path for path in suite if "*" not in path]
     with tempfile.TemporaryDirectory() as reports:
         report = Path(reports) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}", "-o", "junit_family=xunit1", "--tb=short"]
         command += ["--numprocesses", str(processes), "--dist", "loadfile", "--no-loadscope-reorder", *paths]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environ}
         status = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
         if status > 1 or not report.exists():
             sys.exit(f"pytest ended with exit status {status}: no row is written")

@@ -44,7 +44,7 @@ class Kind:
 
     @classmethod
     def declared(cls, value: str) -> Kind:
-        """The kind of an entry point's value: ``"acme.sums:Sum"``, ``"acme.sums:Sum [namespaced]"``, or ``[classes]``."""
+        """The kind of an entry point's value, e.g. ``"acme.sums:Sum"`` or ``"acme.sums:Sum [namespaced]"``."""
         base, _, extras = value.partition("[")
         return cls(base.strip(), namespaced=extras in ("namespaced]", "classes]"), classes=extras == "classes]")
 

@@ -1,4 +1,4 @@
-"""docs/hosts.md: both columns of its first table train, the left one a plain model, the right one a split model alike."""
+"""docs/hosts.md: the code of its first table trains, a plain model on the left, a split one, alike, on the right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slapo_testing import preload_modules
 from tests.ecosystem.pages import ROOT
 
 preload_modules(
-    "deepspeed", "slapo_deepspeed", "slapo_transformers", "slapo_tp", "trl", "datasets", "lightning.pytorch",
+    "deepspeed", "slapo_deepspeed", "slapo_transformers", "slapo_tp", "lightning.pytorch",
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 
@@ -42,7 +42,7 @@ def model() -> Any:
 
 
 def steps(sch: Any) -> None:
-    for layer in sch["*layers.*"]:
+    for layer in sch["model.layers.*"]:
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             layer[name].shard("weight", axis=0)
         for name in ("self_attn.o_proj", "mlp.down_proj"):
@@ -89,11 +89,12 @@ def by_trainer(names: dict[str, Any], code: str, directory: Path, kind: str = "T
 
 
 def trl_names(names: dict[str, Any], options: dict[str, Any]) -> None:
-    import slapo_transformers
     import trl
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
+
+    import slapo_transformers
 
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w1"))
     rest = {
@@ -143,8 +144,9 @@ def by_lightning(names: dict[str, Any], code: str, directory: Path) -> list[floa
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     names["rest"] = {
-        "max_epochs": 1, "accelerator": "cpu", "gradient_clip_val": 1.0, "logger": False, "use_distributed_sampler": False,
-        "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False,
+        "max_epochs": 1, "accelerator": "cpu", "gradient_clip_val": 1.0, "logger": False,
+        "use_distributed_sampler": False, "enable_progress_bar": False, "enable_checkpointing": False,
+        "enable_model_summary": False,
     }  # fmt: skip
     names |= {"L": L}
     exec(code, names)
@@ -157,6 +159,8 @@ def by_deepspeed(names: dict[str, Any], code: str, directory: Path) -> list[floa
     import deepspeed
 
     import slapo_deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which is compiled for minutes
 
     names["config"] = {
         "train_micro_batch_size_per_gpu": SIZE, "gradient_clipping": 1.0,
@@ -177,7 +181,7 @@ def all_hosts(column: int, directory: Path) -> dict[str, list[float]]:
     ids = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
     found = {}
     for host, cells in rows().items():
-        os.environ.update(ids)
+        os.environ.update(ids)  # a host may take them out
         found[host] = trained(host, cells[column], directory / host, split=column == 1)
     return found
 

@@ -1,17 +1,19 @@
-"""`slapo doctor` names the tested versions of torch, which are those of docs/torch_versions.md."""
+"""The tables of tested versions: of torch, which `slapo doctor` names, and of hosts, which distributions require."""
 
 from __future__ import annotations
 
 import json
 import platform
+from importlib import metadata
 
 import pytest
 import torch
+from packaging.version import Version
 
 from slapo_core import Fact
 from slapo_core.cli.doctor import TESTED_TORCH, diagnose
 from slapo_testing.distributions import FakeEnvironment
-from tools import torch_versions
+from tools import host_versions, torch_versions
 
 REPORT = """<testsuites><testsuite>
 <testcase file="tests/core/test_a.py" classname="tests.core.test_a" name="test_one"/>
@@ -90,3 +92,12 @@ def test_pins_that_torch_contradicts_are_left_out() -> None:
     requirements = ["setuptools<82", "sympy>=1.13.3", 'numpy<2; extra == "old"']
     kept = torch_versions.kept_pins(constraints, "2.11.0", requirements)
     assert kept == "numpy==2.4.6\nsympy==1.14.0\ntorch==2.11.0\n"
+
+
+def test_the_oldest_hosts_that_were_tested_are_those_that_are_required() -> None:
+    rows = json.loads(host_versions.ROWS.read_text())
+    assert host_versions.PAGE.read_text() == host_versions.page(rows)
+    for name, requirement in host_versions.required().items():
+        assert Version(rows["oldest"][name]) == Version(host_versions.oldest(requirement)), name
+        assert requirement.specifier.contains(rows["newest"][name]), name
+        assert Version(rows["newest"][name]) >= Version(metadata.version(name)), name

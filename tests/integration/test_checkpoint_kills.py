@@ -1,7 +1,8 @@
-"""A few kills of benchmarks/checkpoint_kills.py: nothing torn is loaded, and nothing complete is lost."""
+"""A few kills of the benchmarks checkpoint_kills and trainer_kills: nothing torn is loaded, nothing complete lost."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -10,19 +11,25 @@ from typing import Any
 
 import pytest
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "checkpoint_kills.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@contextlib.contextmanager
+def imported(name: str) -> Iterator[Any]:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
 
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(FILE.parent))  # processes import it by its name
-    spec = importlib.util.spec_from_file_location(FILE.stem, FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[FILE.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[FILE.stem]
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # processes import it by its name
+    with imported("checkpoint_kills") as module:
+        yield module
 
 
 KILLS = [
@@ -42,3 +49,15 @@ def test_a_kill_leaves_what_was_complete(benchmark: Any, kill: tuple[Any, ...]) 
     assert left.came
     assert left.problem == ""
     assert left.step == step
+
+
+@pytest.mark.ranks
+@pytest.mark.breadth
+def test_a_trainer_goes_on_as_if_it_was_not_killed(benchmark: Any) -> None:
+    with imported("trainer_kills") as trainers:
+        expected = trainers.uninterrupted(["tp"])
+        for who, part, moment, step in (("all ranks", "deletion 2", 0.9, 2), ("one rank", "save 2", 0.5, 2)):
+            left = trainers.left_by(trainers.Kill("tp", who, part, moment, 0), expected)
+            assert left.came
+            assert left.problem == ""
+            assert left.step == step

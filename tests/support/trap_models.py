@@ -23,6 +23,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
         self.between, self.inner, self.gate = between, INNER, nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(INNER))
         self.scale, self.shift = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(0.1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,6 +87,23 @@ def _once(module: Any, h: Tensor, x: Tensor) -> Tensor:
     return checkpoint(lambda one: F.gelu(one) * module.scale, h, use_reentrant=False)
 
 
+def _averaged(module: Any, h: Tensor, x: Tensor) -> Tensor:
+    if module.training:
+        with torch.no_grad():
+            module.average.lerp_(h.mean((0, 1)), 0.5)
+    return h - module.average
+
+
+def _cleared(module: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h.clone()
+    h[..., :5] = 0
+    return h.mul_(2)
+
+
+def _taken(module: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h[..., torch.arange(h.shape[-1] - 1, -1, -1)]
+
+
 BETWEEN: dict[str, Callable[..., Tensor]] = {
     "evaluation centers the features": lambda m, h, x: h if m.training else h - h.mean(-1, keepdim=True),
     "training centers the features": lambda m, h, x: h - h.mean(-1, keepdim=True) if m.training else h,
@@ -114,6 +132,16 @@ BETWEEN: dict[str, Callable[..., Tensor]] = {
     "a buffer of positions": lambda m, h, x: h * torch.arange(h.shape[-1]).cos(),
     "a buffer of the reference width": lambda m, h, x: h * torch.linspace(0, 1, h.shape[-1]),
     "the weight of the other layer": lambda m, h, x: h + F.linear(x, m.down.weight.T),
+    "five features cleared": _cleared,
+    "features taken by index": _taken,
+    "frequencies": lambda m, h, x: torch.fft.rfft(h, dim=-1).abs().repeat_interleave(2, -1)[..., :INNER],
+    "group norm": lambda m, h, x: F.group_norm(h.transpose(1, 2), 4).transpose(1, 2),
+    "norm of the rows": lambda m, h, x: F.layer_norm(h.transpose(1, 2), h.shape[1:2]).transpose(1, 2),
+    "running average": _averaged,
+    "detached": lambda m, h, x: h + h.detach() * x.mean(),
+    "gradient reversed": lambda m, h, x: h.detach() * 2 - h,
+    "two products": lambda m, h, x: h * F.linear(x, m.up.weight, m.up.bias),
+    "features as a list": lambda m, h, x: torch.stack([one * 2 for one in h.unbind(-1)], -1),
     "penalty on the weight": lambda m, h, x: h * m.up.weight.square().mean(),
     "standard deviation of the weight": lambda m, h, x: h / m.up.weight.std(dim=0).sum(),
 }  # fmt: skip
@@ -161,6 +189,59 @@ class Attention(nn.Module):
         return x + self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
 
 
+class Bare(nn.Module):
+    """Weights without modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = (nn.Parameter(torch.randn(size) * 0.1) for size in ((WIDTH, INNER), (INNER, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.into).relu() @ self.out
+
+
+class Adapted(nn.Module):
+    """A frozen pair with a low-rank adapter beside each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.up.requires_grad_(False)
+        self.down.requires_grad_(False)
+        self.a, self.b = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, INNER, bias=False)
+        self.c, self.d = nn.Linear(INNER, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (self.up(x) + self.b(self.a(x))).tanh()
+        return x + self.down(h) + self.d(self.c(h))
+
+
+class Crossed(nn.Module):
+    """Two inputs, by position or by name, in a tuple or alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, one: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        other = one if other is None else other
+        return one.mean(1), self.o(self.q(one) * self.k(other))
+
+
+class Called(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross = Crossed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.cos()
+        if len(x) == 3:
+            mean, z = self.cross(other=y, one=x)
+        else:
+            mean, z = self.cross(x, y)
+        return x + z + mean[:, None] + self.cross(y)[1]
+
+
 ATTENTIONS = (
     "scaled by the number of heads", "a window as wide as heads", "heads talk", "a temperature for each head",
     "slopes for each head", "slopes computed", "normalized heads", "attention averaged over heads",
@@ -174,6 +255,9 @@ def _x() -> dict[str, Tensor]:
 
 TRAP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **{name: (lambda between=between: Net(lambda: Mlp(between)), _x) for name, between in BETWEEN.items()},
+    "weights without modules": (lambda: Net(Bare), _x),
+    "adapters": (lambda: Net(Adapted), _x),
+    "called in three ways": (lambda: Net(Called), _x),
     "an input with a gradient": (lambda: Net(lambda: Mlp(lambda m, h, x: h), enter=False), _x),
     **{name: (lambda name=name: Net(lambda: Attention(name)), _x) for name in ATTENTIONS},
 }

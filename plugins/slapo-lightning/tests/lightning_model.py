@@ -26,6 +26,12 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp x tp": {"dp": 2, "tp": 2},
     "fsdp x tp": {"dp": 2, "tp": 2},
 }
+MESHES = {**LAYOUTS, "hsdp": {"dp_replicate": 2, "dp": 2, "tp": 1}}
+SHARDED = ("fsdp x tp", "hsdp")
+
+
+def replicas_of(name: str) -> int:
+    return MESHES[name].get("dp_replicate", 1) * MESHES[name]["dp"]
 
 
 class Net(nn.Module):
@@ -147,9 +153,9 @@ def fitted(
         accumulate: the batches of a step.
     """
     quiet()
-    mesh = LAYOUTS[name] if name is not None else {}
-    devices, replicas = math.prod(mesh.values()), mesh.get("dp", 0)
-    steps = split_and_shard if name == "fsdp x tp" else split
+    mesh = MESHES[name] if name is not None else {}
+    devices, replicas = math.prod(mesh.values()), replicas_of(name) if name is not None else 0
+    steps = split_and_shard if name in SHARDED else split
     losses, saved = Losses(), ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
     best = ModelCheckpoint(directory / "best", "best", monitor="own", mode="max")
     trainer = trainer_of(

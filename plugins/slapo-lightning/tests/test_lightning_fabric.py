@@ -15,27 +15,19 @@ import slapo_core as slapo
 from slapo_lightning.fabric import SlapoStrategy
 from slapo_testing import preload_modules, run_ranks
 
-from .lightning_model import LAYOUTS, Net, data, loaders, quiet, split, split_and_shard
+from .lightning_model import MESHES, SHARDED, Net, data, loaders, quiet, replicas_of, split, split_and_shard
 
 preload_modules("lightning.pytorch", "torchmetrics", "torch.distributed.fsdp", "slapo_tp", "slapo_lightning")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
-
-
-MESHES = {**LAYOUTS, "hsdp": {"dp_replicate": 2, "dp": 2, "tp": 1}}
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=0.02, eps=1e-4)
 
 
-def replicas(name: str) -> int:
-    return MESHES[name].get("dp_replicate", 1) * MESHES[name]["dp"]
-
-
 def fabric_of(name: str | None, precision: Any = "64-true", plugins: Any = None) -> L.Fabric:
     quiet()
-    is_sharded = name in ("fsdp x tp", "hsdp")
-    strategy = SlapoStrategy(split_and_shard if is_sharded else split, MESHES[name]) if name else "auto"
+    strategy = SlapoStrategy(split_and_shard if name in SHARDED else split, MESHES[name]) if name else "auto"
     options = {"precision": precision} if plugins is None else {"plugins": plugins}
     fabric = L.Fabric(accelerator="cpu", devices=4 if name else 1, strategy=strategy, **options)
     fabric.launch()
@@ -48,7 +40,7 @@ def trained(name: str | None, file: Path, resume: Path | None = None) -> dict[st
     torch.manual_seed(0)
     model = fabric.setup_module(Net().double())
     optimizer = fabric.setup_optimizers(adamw(model))
-    _, ordered = loaders(replicas(name) if name else 1)
+    _, ordered = loaders(replicas_of(name) if name else 1)
     loader = fabric.setup_dataloaders(ordered)
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     if resume is not None:
@@ -129,7 +121,7 @@ def test_a_loop_of_fabric_trains_saves_and_resumes_as_without_a_schedule(names: 
                 assert run[kind] == pytest.approx(alone[kind], rel=1e-9), name
                 later = run[kind][-len(resumed[kind]) :]
                 assert resumed[kind] == (later if name == names[0] else pytest.approx(later, rel=1e-9)), name
-            assert run["seen"] == 8 * replicas(name), name
+            assert run["seen"] == 8 * replicas_of(name), name
             for file in (name, f"{name}.last", f"{name}, resumed.last"):
                 for ours, theirs in zip(
                     saved(root / file), saved((root / "alone").with_suffix(Path(file).suffix)), strict=True

@@ -17,8 +17,6 @@ from slapo_core.plugins import current_registry
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.plugins.metadata import Entry
-
 
 def schedule_for(model: nn.Module) -> Callable[..., None]:
     """Return the schedule function of a model's class, or of its nearest base class.
@@ -42,7 +40,8 @@ def schedule_for(model: nn.Module) -> Callable[..., None]:
         with contextlib.suppress(UnknownNameError):
             return registry.load(name, "models")  # type: ignore[no-any-return]
     raise UnknownNameError(
-        f"no installed plugin has a schedule for the class {names[0]}", hint="`slapo models list` shows the classes"
+        f"no installed plugin has a schedule for the class {names[0]}",
+        hint="slapo_models.auto(sch) schedules any model; `slapo models list` shows the classes with a ready schedule",
     )
 
 
@@ -98,19 +97,20 @@ def show_model(
     print(inspect.getsource(function).rstrip())
 
 
-def _entries() -> list[Entry]:
+def _entries() -> list[Any]:
+    """The usable entry points, sorted by function and class."""
     registry = current_registry()
     registry.check_settings()
     entries = [registry.resolve("models", name) for name in registry.names("models")]
     return sorted(entries, key=lambda entry: (_function(entry), entry.name))
 
 
-def _function(entry: Entry) -> str:
+def _function(entry: Any) -> str:
     """The name of the schedule function, e.g. ``"llama"``."""
-    return entry.value.rpartition(":")[2]
+    return str(entry.value.rpartition(":")[2])
 
 
-def _described(entry: Entry) -> dict[str, Any]:
+def _described(entry: Any) -> dict[str, Any]:
     return {
         "distribution": entry.distribution,
         "model": entry.name,

@@ -28,7 +28,8 @@ def mixtral(
         sch: see :func:`slapo_models.bert`.
         kernels: whether to trace each layer, replace its attention and its norms, and fuse rotary embeddings and
             SwiGLU. The model must be made with ``attn_implementation="eager"``, and with
-            ``experts_implementation="grouped_mm"``, its default: the loop of ``"eager"`` cannot be traced.
+            ``experts_implementation="grouped_mm"``, its default, or ``"batched_mm"``: the loop of ``"eager"`` cannot be
+            traced. Not with ``output_router_logits=True``, whose hooks at the attentions keep them out of the graph.
         attention: see :func:`slapo_models.gpt`.
         checkpoint: see :func:`slapo_models.bert`.
         embeddings: see :func:`slapo_models.bert`.
@@ -51,7 +52,7 @@ def mixtral(
             sch["lm_head"].shard("weight", axis=0, pad=True)
         sch["lm_head"].sync("bwd_post", "all_reduce").linear_cross_entropy()
     if kernels:
-        layers.trace(flatten=True, leaves="mlp.gate").replace(match=attention).replace(match="fusion.rms_norm")
+        layers.trace(flatten=True).replace(match=attention).replace(match="fusion.rms_norm")
         for pattern in ("fusion.rotary", "fusion.swiglu"):
             layers.fuse(pattern, compiler=compiler)
     for layer in list(layers)[: round(checkpoint * len(layers))]:

@@ -10,7 +10,7 @@ from torch import nn
 
 import slapo_core as slapo
 import slapo_models
-from slapo_models.auto.axes import Axis, concatenation, divided, piece, product, unify, viewed
+from slapo_models.auto.axes import Axis, concatenation, divided, product, segment, unify, viewed
 from slapo_testing import preload_modules, run_ranks
 
 from .families import FAMILIES
@@ -21,7 +21,7 @@ preload_modules("transformers.models.bert.modeling_bert", "transformers.models.l
 
 def scheduled(model: nn.Module, batch: Any, ranks: int = 2) -> tuple[slapo.Schedule, Any]:
     sch = slapo.create_schedule(model, mesh={"tp": ranks}, example_inputs=batch)
-    return sch, slapo_models.auto(sch)
+    return sch, slapo_models.auto(sch, kernels=False)
 
 
 def layouts(sch: slapo.Schedule) -> dict[str, str]:
@@ -64,11 +64,11 @@ def test_unified_axes_have_the_finer_structure_of_both() -> None:
 
 def test_segments_of_a_concatenation_are_unified_one_by_one() -> None:
     packed, bias = Axis(24), Axis(24)
-    query = piece(packed, 0, 16, "split")
+    query = segment(packed, 0, 16, "split")
     viewed([query], (4, 4), "view")
     unify(packed, bias, "add")
-    assert [factor.size for factor in piece(bias, 0, 16, "slice").factors()] == [4, 4]
-    assert piece(bias, 16, 24, "slice").found() is piece(packed, 16, 24, "slice").found()
+    assert [factor.size for factor in segment(bias, 0, 16, "slice").factors()] == [4, 4]
+    assert segment(bias, 16, 24, "slice").found() is segment(packed, 16, 24, "slice").found()
 
 
 def test_a_view_takes_the_head_size_out_of_queries_keys_and_values() -> None:

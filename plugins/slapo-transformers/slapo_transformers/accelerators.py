@@ -58,6 +58,12 @@ def attach(accelerator: Accelerator, sch: Schedule) -> None:
             f"the accelerator is set up for {plugin}, which would change the scheduled model",
             hint="Accelerator() without a plugin; compile by sch[...].compile(), shard by slapo_core.fully_shard(sch)",
         )
+    if accelerator.dispatch_batches:
+        raise ArgumentError(
+            "dispatch_batches=True sends each rank its own samples, but the ranks of a replica take the same ones",
+            hint="leave dispatch_batches out, or False; in a Trainer accelerator_config={'dispatch_batches': False}",
+        )
+    accelerator.dataloader_config.dispatch_batches = False  # None: True for an IterableDataset
     if not isinstance(accelerator, ScheduledAccelerator):
         own = type(accelerator)
         accelerator.__class__ = type(f"Scheduled{own.__name__}", (ScheduledAccelerator, own), {})

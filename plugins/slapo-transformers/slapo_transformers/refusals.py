@@ -49,8 +49,3 @@ def check_arguments(args: Any, sch: Schedule | None) -> None:
             "train_sampling_strategy='batch_rebalance' divides samples over all ranks, not over replicas",
             hint="train_sampling_strategy='group_by_length'",
         )
-    if args.accelerator_config.dispatch_batches:
-        raise ArgumentError(
-            "dispatch_batches=True sends each rank its own samples, but the ranks of a replica take the same ones",
-            hint="accelerator_config={'dispatch_batches': False}",
-        )

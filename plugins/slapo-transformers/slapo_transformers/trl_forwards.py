@@ -31,7 +31,7 @@ def scheduled_adapters(model: Any) -> Iterator[None]:
     """Let a trainer, while it is made, find the adapter ``"ref"`` that the schedule knows, in place of adding it.
 
     Args:
-        model: of the schedule; other models than those of peft are left alone.
+        model: of the schedule; a model without adapters of peft is left alone.
     """
     if not hasattr(model, "peft_config"):
         yield

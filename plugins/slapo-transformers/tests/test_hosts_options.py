@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import EarlyStoppingCallback
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_process, run_ranks
@@ -35,6 +36,7 @@ class Case:
         change: made to the reference model first, or another model of it.
         apply: the steps of the schedule; None: those of the name.
         rtol: of the log lines.
+        trains: calls of ``train``, of which the last is compared.
     """
 
     model: str = "llama"
@@ -44,6 +46,7 @@ class Case:
     change: Callable[[Any], Any] | None = None
     apply: Callable[[Any], None] | None = None
     rtol: float = 1e-9
+    trains: int = 1
 
 
 class Batches:
@@ -156,8 +159,22 @@ def adapters(sch: Any) -> None:
     base["lm_head"].sync("bwd_post", "all_reduce").linear_cross_entropy()
 
 
+def float32(made: Any) -> Any:
+    return made.float()
+
+
 def unsplit(sch: Any) -> None:
     """Leave all tensors whole: of replicas of replicas."""
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Samples without a length, which accelerate by itself would send from the first rank."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.rows = samples(count, seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
 
 
 SMOOTH: Options = {"label_smoothing_factor": 0.1}
@@ -186,7 +203,21 @@ COMMON: dict[str, Case] = {
         4,
     ),
     "no counts, no clipping": Case(
-        "gpt2", {"include_num_input_tokens_seen": "no", "max_grad_norm": 0.0, "optim": "sgd", "eval_on_start": True}
+        "gpt2",
+        {"include_num_input_tokens_seen": "no", "max_grad_norm": 0.0, "optim": "sgd", "eval_on_start": True},
+        trains=2,
+    ),
+    "early end": Case(
+        "gpt2",
+        {
+            **dict.fromkeys(("eval_steps", "save_steps"), 1),
+            "save_strategy": "steps",
+            "save_total_limit": 1,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "loss",
+            "learning_rate": 0.3,
+        },
+        {**ODD, "callbacks": [EarlyStoppingCallback(1)]},
     ),
     "Adafactor": Case("llama", {"optim": "adafactor", "eval_accumulation_steps": 1}, {}, 2),
     "one sample": Case("llama", {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}, ODD),
@@ -203,6 +234,8 @@ COMMON: dict[str, Case] = {
     "kernels": Case("llama", {"max_steps": 2}, change=eager, apply=kernels, rtol=1e-6),  # in float64, the model is not
     "frozen": Case("llama", {"max_grad_norm": 0.1}, {}, 2, change=freeze),
     "adapters": Case("llama", {**SMOOTH, "max_grad_norm": 0.01}, ODD, 2, change=adapt, apply=adapters),
+    "streams": Case("llama", {}, {"train_dataset": Stream(48, seed=2), "eval_dataset": Stream(8, seed=3)}, 2),
+    "bfloat16": Case("llama", {"bf16": True, "max_steps": 2}, change=float32, rtol=2e-2),
     "tied": Case("llama", {}, {}, 2, change=tie),
 }
 OF_ONE_REPLICA: dict[str, Case] = {
@@ -258,7 +291,8 @@ def results(
     for name, case in cases.items():
         steps = case.steps * (replicas if mesh is None else 1)
         run = make(case, {"gradient_accumulation_steps": steps}, directory / name, mesh, fsdp)
-        run.train()
+        for _ in range(case.trains):
+            run.train()
         predicted = run.predict(samples(6 if case.model == "t5" else 7, seed=5))
         run.state.log_history.append(predicted.metrics)
         *lines, metrics = log(run)
@@ -365,3 +399,28 @@ def test_a_search_finds_what_one_process_finds(mesh: dict[str, int], tmp_path: P
     for found, _ in ranks:
         assert found == pytest.approx(losses, rel=1e-9)
     assert (tmp_path / "ranks" / "run-1" / "checkpoint-2" / "slapo.json").is_file()
+
+
+def of_full_matrices(
+    directory: Path, mesh: dict[str, int] | None, resume: Path | None = None
+) -> list[dict[str, float]]:
+    """The last log lines of a run by Adafactor."""
+    case = Case("llama", {"optim": "adafactor", "save_strategy": "steps", "save_steps": 2})
+    run = make(case, {}, directory, mesh, False)
+    run.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return [line for line in log(run) if line["step"] > 2 and "train_loss" not in line]
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+def test_a_state_of_full_matrices_is_resumed_with_a_mesh_and_without(tmp_path: Path) -> None:
+    mesh = {"tp": 2}
+    expected = run_process(of_full_matrices, tmp_path / "one", None)
+    (whole, _) = run_ranks(of_full_matrices, tmp_path / "tp", mesh, world_size=2)
+    saved = {kind: tmp_path / kind / "checkpoint-2" for kind in ("one", "tp")}
+    (again, _) = run_ranks(of_full_matrices, tmp_path / "again", mesh, saved["tp"], world_size=2)
+    assert again == whole
+    (other, _) = run_ranks(of_full_matrices, tmp_path / "other", mesh, saved["one"], world_size=2)
+    plain = run_process(of_full_matrices, tmp_path / "plain", None, saved["tp"])
+    for found in (whole, other, plain):
+        assert_equal_logs(found, expected)

@@ -157,10 +157,11 @@ ASKED: dict[str, tuple[type, str, tuple[str, ...]]] = {
 """What a method of a host must contain."""
 READ = {
     "trainer": "_train_batch_size accelerator args.gradient_accumulation_steps args.process_index args.should_save "
-    "args.world_size args.n_gpu args.accelerator_config.dispatch_batches args.eval_use_gather_object "
+    "args.world_size args.n_gpu args.eval_use_gather_object "
     "args.average_tokens_across_devices args.save_total_limit label_smoother gather_function lr_scheduler optimizer "
     "state.best_model_checkpoint state.global_step state.max_steps control.should_training_stop",
-    "accelerator": "_models ddp_handler device gradient_state.end_of_dataloader gradient_state.remainder "
+    "accelerator": "_models dataloader_config.dispatch_batches dispatch_batches ddp_handler device "
+    "gradient_state.end_of_dataloader gradient_state.remainder "
     "gradient_state.sync_gradients scaler state.distributed_type.value state.dynamo_plugin.backend.value "
     "state.num_processes state.process_index",
 }

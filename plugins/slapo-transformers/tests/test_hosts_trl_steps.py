@@ -77,9 +77,10 @@ def test_steps_that_trl_goes_past_run(steps: Callable[[slapo.Schedule], None], t
     steps(sch)
     made.model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     assert_equal_logs(lines(tmp_path / "own", Sft, made, schedule=sch), lines(tmp_path / "plain", SFTTrainer, plain))
-    assert calls.count(True) == (
-        4 if steps is checkpoint_root else 2
-    )  # one forward a step, and another that recomputes
+    ids, factor = torch.arange(6)[None], 2 if steps is double_logits else 1
+    torch.testing.assert_close(made(input_ids=ids).logits, plain(input_ids=ids).logits * factor)
+    forwards = 2 if steps is checkpoint_root else 1  # the steps' backwards recompute
+    assert calls.count(True) == 2 * forwards + 1
 
 
 @pytest.mark.parametrize("steps", [double_logits, defer, checkpoint_root], ids=lambda one: one.__name__)

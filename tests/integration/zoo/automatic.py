@@ -53,7 +53,8 @@ TOGETHER = 12
 _WAITING = datetime.timedelta(seconds=40)
 _TORCH = (
     "transformer", "transformer encoder", "lstm", "gru", "multihead attention", "resnet with batch norm",
-    "resnet with group norm", "depthwise convolution", "shared modules", "nested outputs",
+    "resnet with group norm", "depthwise convolution", "weight norm", "spectral norm", "shared modules",
+    "nested outputs", "frozen and unused",
 )  # fmt: skip
 _LATENT = (("num_key_value_heads", 4),)  # of attentions with latent keys and values: as many as queries
 _CHANGES: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -96,6 +97,7 @@ class Judgment:
         share: elements of weights (parameters of two axes or more) in repeated blocks that are split, of all of them.
         steps: applied steps by their names.
         collectives: of the repeated block with the most, a call: forward, backward, sums of gradients of parameters.
+        megatron: forward and backward of such a block with Megatron-LM's schedule.
         elsewhere: collectives of a training step outside of repeated blocks.
         left_whole: path -> reason.
         verified: what ``slapo.verify`` said: ``"ok"`` or its error; ``""``: not asked.
@@ -111,6 +113,7 @@ class Judgment:
     share: float = 0.0
     steps: dict[str, int] = field(default_factory=dict)
     collectives: tuple[int, int, int] = (0, 0, 0)
+    megatron: tuple[int, int] = (2, 2)
     elsewhere: int = 0
     left_whole: dict[str, str] = field(default_factory=dict)
     verified: str = ""
@@ -254,6 +257,7 @@ class _Reference:
         if self.has_loss:
             checks[f"labels, {_form(self.trained[-1])}"] = partial(run, batch=self.trained[-1], loss=True)
         checks[f"evaluation, {_form(sizes[-1])}"] = partial(run, batch=sizes[-1], training=False)
+        self.model = self.make()  # without what forwards leave in buffers
         self.results = [(label, check, check(self.model)) for label, check in checks.items()]
         for label, check in _further(self.model, self.batch):
             with contextlib.suppress(Exception):  # a call that the reference model does not take
@@ -261,7 +265,7 @@ class _Reference:
         found = [result.items() for _, _, result in self.results]
         gradients = [name for items in found for name, tensor in items if tensor is not None]
         self.used = {name.removeprefix("gradient of ") for name in gradients if name.startswith("gradient of ")}
-        again = run(self.model, self.batch)
+        again = run(self.make(), self.batch)
         for name, tensor in self.results[0][-1].items():
             if tensor is not None and not name.startswith("buffer") and not _same(tensor, again[name]):
                 raise CannotMake(f"it does not repeat its own result: {name}")
@@ -356,6 +360,26 @@ def share(sch: slapo.Schedule, used: Set[str]) -> float:
     return done / total if total else 0.0
 
 
+def megatron(used: Set[str]) -> tuple[int, int]:
+    """Collectives of a layer, forward and backward, as Megatron-LM has them.
+
+    Two and two for attention and MLP; a router sends the gradient of its weights for the experts, shared experts are
+    one more MLP, and a cross-attention has two inputs.
+
+    Args:
+        used: names of parameters that get a gradient.
+    """
+    text = " ".join(used).lower()
+    forward = backward = 2
+    if "expert" in text:
+        backward += 1
+    if re.search(r"shared_?(expert|mlp)", text):
+        forward, backward = forward + 1, backward + 1
+    if re.search(r"cross_?att|encoder_att|encdec|encoder_decoder", text):
+        forward, backward = forward + 1, backward + 2
+    return forward, backward
+
+
 def judge_on_ranks(names: Sequence[str], schedule: str, verified: Sequence[str] = ()) -> list[Judgment]:
     """On every rank: schedule each model, and compare it with its reference model, until ranks part.
 
@@ -407,6 +431,7 @@ def _compare(reference: _Reference, row: Judgment, schedule: Callable[..., dict[
         row.result = f"no schedule: {_line(error)}"
         return
     row.share = round(share(sch, reference.used), 4)
+    row.megatron = megatron(reference.used)
     row.steps = dict(Counter(record.name for record in sch.records))
     try:
         if verify:

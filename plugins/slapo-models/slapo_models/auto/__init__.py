@@ -28,7 +28,8 @@ def auto(
 ) -> AutoReport:
     """Schedule any model: tensor parallelism over ``tp``, kernels, checkpoints.
 
-    The steps are ordinary ones, each with its reason (``sch.explain()``); what cannot be proved right stays whole.
+    The steps are ordinary ones, each with its reason (``sch.explain()``); a matrix of which no split can be proved right
+    stays full.
 
     Args:
         sch: the schedule, without steps; tensor parallelism is over its mesh dimension ``tp``.
@@ -41,7 +42,7 @@ def auto(
         sequence_parallel: whether the norms between split layers work on shards of the sequence.
 
     Returns:
-        the parameters that are split, and what is left whole with the reason.
+        the split parameters, and the full matrices with the reason of each.
 
     Raises:
         ArgumentError: no inputs, the schedule has steps, or the model does not run on the inputs.

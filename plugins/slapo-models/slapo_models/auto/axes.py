@@ -90,10 +90,10 @@ def product(parts: Sequence[Axis]) -> Axis:
 
 def concatenation(parts: Sequence[Axis]) -> Axis:
     """Return the axis that has the parts one after the other."""
-    segments = [segment for part in parts for segment in _segments(part) if segment.size]
+    segments = [each for part in parts for each in _segments(part) if each.size]
     if len(segments) == 1:
         return segments[0]
-    return Axis(sum(segment.size for segment in segments), SUM if segments else LEAF, tuple(segments))
+    return Axis(sum(each.size for each in segments), SUM if segments else LEAF, tuple(segments))
 
 
 def unify(a: Axis, b: Axis, where: str) -> None:
@@ -174,7 +174,7 @@ def divided(axis: Axis, outer: int, where: str) -> tuple[Axis, Axis] | None:
     return None
 
 
-def piece(axis: Axis, start: int, stop: int, where: str) -> Axis:
+def segment(axis: Axis, start: int, stop: int, where: str) -> Axis:
     """Return the elements from ``start`` to ``stop`` of an axis, which becomes a concatenation."""
     axis = axis.found()
     if start <= 0 and stop >= axis.size:
@@ -187,7 +187,7 @@ def piece(axis: Axis, start: int, stop: int, where: str) -> Axis:
         if start % inner or stop % inner:
             axis.block(where)
             return _blocked(stop - start, where)
-        return product([piece(factors[0], start // inner, stop // inner, where), *factors[1:]])
+        return product([segment(factors[0], start // inner, stop // inner, where), *factors[1:]])
     for cut in (start, stop):
         if not _cut(axis, cut, where):
             axis.block(where)
@@ -237,7 +237,7 @@ def _segments(axis: Axis) -> list[Axis]:
     axis = axis.found()
     if axis.kind != SUM:
         return [axis]
-    return [segment for part in axis.parts for segment in _segments(part)]
+    return [each for part in axis.parts for each in _segments(part)]
 
 
 def _cut(axis: Axis, at: int, where: str) -> bool:
@@ -264,7 +264,7 @@ def _distribute(axis: Axis) -> bool:
     factors = axis.factors()
     if factors[0].kind != SUM:
         return False
-    axis._become(SUM, [product([segment, *factors[1:]]) for segment in _segments(factors[0])])
+    axis._become(SUM, [product([each, *factors[1:]]) for each in _segments(factors[0])])
     return True
 
 
@@ -303,23 +303,23 @@ def _unify_segments(a: Axis, b: Axis, where: str) -> None:
         unify(x, y, where)
 
 
-def _sum_as_product(whole: Axis, factored: Axis, where: str) -> bool:
+def _sum_as_product(full: Axis, factored: Axis, where: str) -> bool:
     """Unify a concatenation with a product: by its segments, or by its inner part."""
     factors = factored.factors()
     inner = factored.size // factors[0].size
-    segments = _segments(whole)
-    if all(segment.size % inner == 0 for segment in segments):
+    segments = _segments(full)
+    if all(each.size % inner == 0 for each in segments):
         position = 0
-        for segment in segments:
-            position += segment.size
-            if not _cut(factors[0].found(), position // inner, where) and position != whole.size:
+        for each in segments:
+            position += each.size
+            if not _cut(factors[0].found(), position // inner, where) and position != full.size:
                 return False
         position = 0
-        for segment in segments:
-            start, position = position // inner, position + segment.size
-            unify(segment, product([piece(factors[0], start, position // inner, where), *factors[1:]]), where)
+        for each in segments:
+            start, position = position // inner, position + each.size
+            unify(each, product([segment(factors[0], start, position // inner, where), *factors[1:]]), where)
         return True
-    halves = divided(whole, factors[0].size, where)
+    halves = divided(full, factors[0].size, where)
     if halves is None:
         return False
     unify(halves[0], factors[0], where)

@@ -48,9 +48,14 @@ class Candidate:
     counts: tuple[int, ...] = ()
 
     @property
-    def elements(self) -> int:
-        """The number of elements of its parameters."""
-        return sum(math.prod(member.shape) for member in self.members if len(member.shape) > 1)
+    def elements(self) -> float:
+        """The number of elements that are split."""
+        found = 0.0
+        for member in self.members:
+            axis = next(axis for axis in member.axes if not set(self.leaves).isdisjoint(axis.leaves()))
+            share = sum(size for size, is_split in matrices(axis, self.leaves) if is_split) / axis.size
+            found += share * math.prod(member.shape) if len(member.shape) > 1 else 0
+        return found
 
     @property
     def what(self) -> str:
@@ -62,13 +67,13 @@ def members_by_leaf(graph: Graph) -> dict[Axis, list[Value]]:
     """Return leaf -> parameters and buffers with it, in the model's order."""
     found: dict[Axis, list[Value]] = {}
     for value in dict.fromkeys(graph.recording.values.values()):
-        for leaf in sorted(graph.leaves(value), key=lambda leaf: -leaf.size):
+        for leaf in dict.fromkeys(leaf for axis in value.axes for leaf in axis.leaves()):  # the same on every rank
             found.setdefault(leaf, []).append(value)
     return found
 
 
 def candidates(graph: Graph, ranks: int) -> Iterator[Candidate]:
-    """Yield splits to try, those of most elements first."""
+    """Yield splits to try, the largest first."""
     members = members_by_leaf(graph)
     found = []
     for leaf, values in members.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slapo_models.auto.axes import Axis, concatenation, divided, piece, product, unify, viewed
+from slapo_models.auto.axes import Axis, concatenation, divided, product, segment, unify, viewed
 from slapo_models.auto.recording import CONSTANT, Operator, Recording, Value
 
 Rule = Callable[[Operator], list[Axis] | None]
@@ -231,7 +231,7 @@ def _slice(operator: Operator) -> None:
     stop = size if stop is None else min(max(stop + size if stop < 0 else stop, 0), size)
     axes = list(source.axes)
     if step == 1:
-        axes[dim] = piece(axes[dim], start, stop, operator.where)
+        axes[dim] = segment(axes[dim], start, stop, operator.where)
     else:
         halves = divided(axes[dim], size // step, operator.where) if size % step == 0 and start < step else None
         if halves is None or operator.results[0].shape[dim] != halves[0].size:
@@ -270,7 +270,7 @@ def _split(operator: Operator) -> None:
     for result in operator.results:
         size = result.shape[dim]
         axes = list(source.axes)
-        axes[dim] = piece(axes[dim], position, position + size, operator.where)
+        axes[dim] = segment(axes[dim], position, position + size, operator.where)
         result.axes = axes
         position += size
 
@@ -391,8 +391,8 @@ def _product(operator: Operator) -> list[Axis]:
             unify(a.axes[0], b.axes[0], operator.where)
         result = operator.results[0]
         if operator.name in ("aten::addmm", "aten::baddbmm"):
-            whole = Value(result.shape, result.dtype, axes=axes)
-            axes = _merge(operator, [whole, values["self"]], result.shape)
+            full = Value(result.shape, result.dtype, axes=axes)
+            axes = _merge(operator, [full, values["self"]], result.shape)
         result.axes = axes
         return [a.axes[-1]]
     if operator.name == "aten::_grouped_mm" and (len(a.axes), len(b.axes)) == (2, 3):
@@ -403,6 +403,20 @@ def _product(operator: Operator) -> list[Axis]:
         return [a.axes[-1]]
     _unknown(operator)
     return []
+
+
+@rule("linalg_solve_triangular")
+def _solve(operator: Operator) -> None:
+    """Solve for each matrix of a batch."""
+    matrix, right = operator.arguments["self"], operator.arguments["B"]
+    _block(matrix, operator.where, range(len(matrix.axes) - 2, len(matrix.axes)))
+    right.axes[-1 if operator.arguments.get("left") is False else -2].block(operator.where)
+    batch = _merge(operator, [_without_matrix(matrix), _without_matrix(right)], operator.results[0].shape[:-2])
+    operator.results[0].axes = [*batch, *right.axes[-2:]]
+
+
+def _without_matrix(value: Value) -> Value:
+    return Value(value.shape[:-2], value.dtype, axes=value.axes[:-2])
 
 
 @rule("convolution", "_convolution", "convolution_overrideable")
@@ -459,7 +473,7 @@ def _index(operator: Operator) -> None:
         first = numbers[0] % size
         if [number % size for number in numbers] == list(range(first, first + len(numbers))):  # a slice
             axes = list(source.axes)
-            axes[places[0]] = piece(axes[places[0]], first, first + len(numbers), operator.where)
+            axes[places[0]] = segment(axes[places[0]], first, first + len(numbers), operator.where)
             result.axes = axes
             return None
     _block(source, operator.where, places)

@@ -98,7 +98,7 @@ _INTO_ZEROS = frozenset(f"aten::{name}" for name in ("index_add", "index_add_", 
                                                      "scatter_add", "scatter_add_"))  # fmt: skip
 _SAME = frozenset(f"aten::{name}" for name in ("detach", "alias", "clone", "view", "_to_copy", "expand", "slice"))
 _MADE_NEW = frozenset(f"aten::{name}" for name in ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like"))
-_PIECES = frozenset(f"aten::{name}" for name in ("slice", "split", "split_with_sizes", "narrow", "index"))
+_SEGMENTS = frozenset(f"aten::{name}" for name in ("slice", "split", "split_with_sizes", "narrow", "index"))
 _ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros"))
 
 
@@ -117,7 +117,7 @@ class Follow:
         self._reduced: dict[Value, list[Call]] = {}
         self._partial_uses: dict[Value, list[Operator]] = {}
         self._left_out: set[tuple[Operator, Value]] = set()
-        self._pieces: list[Value] = []  # full segments of concatenations whose other segments are split
+        self._segments: list[Value] = []  # full segments of concatenations whose other segments are split
         self._passed_on: set[Value] = set()  # whose gradients stay partial
         self._placed: dict[str, set[tuple[int, int | str]]] = {}
         self._complete_from: dict[Value, list[Call]] = {}
@@ -237,10 +237,10 @@ class Follow:
             lost = split and not self.is_split(value) and value.uses and 0 not in value.shape
             if lost and operator.name in _MADE_NEW:
                 continue
-            if lost and operator.name not in _PIECES:
+            if lost and operator.name not in _SEGMENTS:
                 raise LeftWhole(f"{operator.where} gives a result without the axis")
             if lost:
-                self._pieces.append(value)
+                self._segments.append(value)
         self.placement.regions[operator.call.path] = None
         if operator.is_random:
             self.placement.streams[operator.call.path] = None
@@ -338,7 +338,7 @@ class Follow:
             _, _, value = heapq.heappop(waiting)
             self._gather(value, self._partial_uses[value])
             push()
-        for value in self._pieces:
+        for value in self._segments:
             if self._flows(value) and value not in self._passed_on:
                 raise _ConflictError(self._flows(value), "the gradient of a full part of a concatenation is complete")
 

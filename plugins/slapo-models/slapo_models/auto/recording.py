@@ -134,7 +134,9 @@ class Operator:
     @property
     def is_random(self) -> bool:
         """Whether it uses the RNG."""
-        return self.function is not None and torch.Tag.nondeterministic_seeded in self.function.tags
+        if self.function is None or torch.Tag.nondeterministic_seeded not in self.function.tags:
+            return False
+        return bool(self.arguments.get("dropout_p", True))  # an attention may have no dropout
 
     @property
     def where(self) -> str:

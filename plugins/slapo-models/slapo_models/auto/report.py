@@ -1,4 +1,4 @@
-"""What an automatic schedule split, and what it left whole and why."""
+"""The report of an automatic schedule: split parameters, and full matrices with the reasons."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class AutoReport:
 
     Args:
         split: paths of the parameters that are split.
-        left_whole: path of a matrix that is on every rank in full -> the reason.
+        left_whole: path of a matrix that every rank has in full -> the reason.
         assumptions: about values that the recorded forward read.
     """
 

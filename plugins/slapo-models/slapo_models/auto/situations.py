@@ -101,9 +101,9 @@ def further_situations(model: nn.Module, inputs: Any, graph: Graph) -> tuple[lis
     return found, assumptions
 
 
-def _is_part(recording: Recording, whole: Recording) -> bool:
+def _is_part(recording: Recording, full: Recording) -> bool:
     """Return whether each call runs operators of the same call of another recording, in the same order."""
-    calls = {(call.path, call.number): call for call in whole.calls}
+    calls = {(call.path, call.number): call for call in full.calls}
     for call in recording.calls:
         other = calls.get((call.path, call.number))
         if other is None:

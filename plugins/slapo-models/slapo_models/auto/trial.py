@@ -26,7 +26,7 @@ NAMES = {
     "fork_rng": "tp.fork_rng",
     "linear_cross_entropy": "loss.linear_cross_entropy",
 }
-_MOST_ATTEMPTS = 20
+_MOST_ATTEMPTS = 60
 
 
 class Mismatch(Exception):  # noqa: N818 - an answer, not an error
@@ -271,7 +271,8 @@ def _choices(module: nn.Module, counts: set[int], ranks: int) -> list[str]:
             for name, value in vars(config).items()
             if type(value) is int and value in counts and name in read
         ]
-    return [name for name in names if (_value(module, name) or 1) % ranks == 0]
+    even = [name for name in names if (_value(module, name) or 1) % ranks == 0]
+    return sorted(even, key=lambda name: (_value(module, name) or 0, name))  # counts of heads first, then widths
 
 
 def _names_read(cls: type) -> set[str]:

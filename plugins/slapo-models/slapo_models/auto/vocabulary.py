@@ -14,7 +14,7 @@ _LOSSES = ("aten::_log_softmax", "aten::nll_loss_forward", "aten::cross_entropy_
 
 
 def vocabularies(graph: Graph) -> Iterator[tuple[Value, list[Step] | LeftWhole]]:
-    """Yield each weight of a vocabulary with the steps that split it, or why it is left whole."""
+    """Yield each weight of a vocabulary with the steps that split it, or why it stays full."""
     heads, embeddings = _heads(graph), _embeddings(graph)
     rows = {value.shape[0] for value in heads}
     largest = max((value.shape[0] for value in embeddings), default=0)

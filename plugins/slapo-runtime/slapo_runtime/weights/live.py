@@ -21,7 +21,7 @@ from slapo_runtime.replicas import check_replicas, optimizer_replicas
 from slapo_runtime.weights.checkpoint_contents import as_written, assign_loaded, collect_optimizer_state
 from slapo_runtime.weights.files import export_plain, write_configurations, writing
 from slapo_runtime.weights.full_matrix import FullMatrixSteps
-from slapo_runtime.weights.optimizer import BY_PARAMETER
+from slapo_runtime.weights.optimizer import BY_PARAMETER, ELEMENTWISE
 from slapo_runtime.weights.parameter_groups import ParameterGroups
 from slapo_runtime.weights.sources import MappingSource
 from slapo_runtime.weights.state import Loading, ModelState
@@ -197,18 +197,26 @@ def parameter_groups(
 def gather_full_matrices(sch: Schedule, optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer of full matrices (Adafactor, Muon) gather split parameters in its steps.
 
-    Others stay as they are.
+    Element-wise ones stay as they are; an unknown one gets shards, with a warning.
 
     Args:
         sch: the schedule.
         optimizer: over the model's parameters, before its first step. Its state is in :func:`optimizer_state_dict`
             afterwards, and no longer in its own ``state_dict()``.
     """
-    kind = type(optimizer)
-    is_known = kind.__name__ in BY_PARAMETER.get(kind.__module__.partition(".")[0], ())
-    answer = None if is_known else Internals(sch).hooks.single("slapo_full_matrix", optimizer=kind)
-    if sch.mesh is not None and sch.mesh.world_size > 1 and (is_known or (answer is not None and answer[1])):
-        FullMatrixSteps(optimizer, live_state(sch, "gather_full_matrices"))
+    if sch.mesh is None or sch.mesh.world_size == 1:
+        return
+    kind, state = type(optimizer), live_state(sch, "gather_full_matrices")
+    package = kind.__module__.partition(".")[0]
+    answer = Internals(sch).hooks.single("slapo_full_matrix", optimizer=kind)
+    if kind.__name__ in BY_PARAMETER.get(package, ()) or (answer is not None and answer[1]):
+        FullMatrixSteps(optimizer, state)
+    elif kind.__name__ not in ELEMENTWISE.get(package, ()) and state.sharded_axes():
+        warn_user(
+            f"{kind.__name__} is not known to be element-wise: each rank updates its shards alone, which is right only "
+            "if an element's update depends on that element's own gradients; the hook slapo_full_matrix declares an "
+            "optimizer that needs full parameters"
+        )
 
 
 def optimizer_state_dict(
