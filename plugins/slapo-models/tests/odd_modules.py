@@ -134,6 +134,28 @@ class Twice(nn.Module):
         return x + self.block(self.norm(x))  # type: ignore[no-any-return]
 
 
+class Normalized(nn.Embedding):
+    """Rows of an embedding, normalized with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(20, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.norm(super().forward(input))  # type: ignore[no-any-return]
+
+
+class Words(nn.Module):
+    """A normalized embedding and a head of as many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = Normalized(), nn.Linear(WIDTH, 20, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.words(ids)).flatten(0, 1), ids.flatten())
+
+
 @dataclass(frozen=True)
 class Odd:
     """A model, and what is split in it.
@@ -159,6 +181,7 @@ ODD = {
     "convolutions": Odd(
         Convolutions, ("first.weight", "each.weight", "last.weight"), lambda: (torch.randn(2, 3, 6, 6),)
     ),
+    "a normalized embedding": Odd(Words, ("head.weight",), lambda: (torch.randint(20, (2, 5)),)),
     "twice": Odd(Twice, ("block.0.weight", "block.2.weight")),
 }
 
@@ -166,4 +189,6 @@ ODD = {
 def made(name: str) -> tuple[nn.Module, Any]:
     """The model and its batch, the same each time."""
     torch.manual_seed(0)
-    return ODD[name].make().double(), tuple(each.double() for each in ODD[name].batch())
+    return ODD[name].make().double(), tuple(
+        each.double() if each.is_floating_point() else each for each in ODD[name].batch()
+    )

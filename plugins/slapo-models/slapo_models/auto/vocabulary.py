@@ -62,6 +62,9 @@ def _steps(graph: Graph, value: Value, lookups: list[Operator], head: str | None
         is_head = head is not None and use.call.path == head
         if use not in lookups and not is_head:
             raise LeftWhole(f"{use.where} reads it besides")
+    for lookup in lookups:
+        if len(list(lookup.call.module.parameters())) > 1:  # their gradients are of this rank's rows
+            raise LeftWhole(f"{type(lookup.call.module).__name__} has further parameters")
     rows = f"its {value.shape[0]} rows"
     paths = list(dict.fromkeys(operator.call.path for operator in lookups))
     first = head if head is not None and not paths else paths[0]
