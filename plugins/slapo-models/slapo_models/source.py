@@ -377,8 +377,8 @@ class _Writer:
             head = f"for {variable} in [{self._variable(everything)}[number] for number in {tuple(numbers)}]:"
         else:
             head = f"for {variable} in [sch[path] for path in {tuple(paths[number] for number in numbers)}]:"
-        lines, chain, own = [head], _Chain("    "), [paths[number] for number in numbers]
-        for below, call in self._joined(inner, own):
+        lines, chain = [head], _Chain("    ")
+        for below, call in self._joined(inner, [paths[number] for number in numbers]):
             lines += chain.add(f"{variable}[{_quoted(below)}]" if below else variable, call)
         return [*lines, *chain.end()], size * len(numbers)
 

@@ -17,6 +17,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError, EstimateError, FitError, PreconditionError, SlapoError
+from slapo_core.internals import Internals
 from slapo_estimate.block_profile import StepProfile
 from slapo_estimate.composition import Layout, Prediction, memory_limit, predict, text_of_bytes
 from slapo_estimate.depth import first_samples, profile_step, run_stages, samples_of
@@ -32,7 +33,7 @@ MOST_TP = 8
 _LARGEST = 16
 """Samples of the largest profiled micro-batch; larger ones are extrapolated."""
 
-_SETTLED = 0.02
+_SETTLED = 0.1
 """Relative gain of seconds per sample in the largest micro-batch from which one in between is profiled, too."""
 
 _TIE = 0.05
@@ -283,6 +284,7 @@ class Search:
         self.samples = samples_of(self.batch)
         self.sizes = divisors(self.samples)
         self._steps = 0
+        self._records: dict[tuple[int, int | None], tuple[slapo.Record, ...]] = {}
 
     def candidates(self) -> list[Candidate]:
         """Return the best candidate of each mesh that fits, the best first."""
@@ -369,7 +371,12 @@ class Search:
         self.tell(f"tp={tp}, micro-batches of {size}")
 
         def counted(sch: slapo.Schedule) -> None:
-            self.apply(sch)
+            key = (tp, self.kept)
+            if key not in self._records:
+                self.apply(sch)
+                self._records[key] = sch.records
+            for record in self._records[key][len(sch.records) :]:  # the same model, another micro-batch
+                Internals(sch).repeat(record)
             self._steps = len({(record.primitive.name, record.path.rpartition(".")[2]) for record in sch.records})
 
         def profiled() -> StepProfile:
