@@ -13,7 +13,7 @@ from tests.support.trap_models import TRAP_MODELS
 from tests.tiers import sampled
 
 SPLIT = sampled(("causal: llama", "causal: mixtral", "other: t5", "causal: gpt2", "odd: packed by groups"))
-TRAPS = sampled([f"trap: {name}" for name in TRAP_MODELS], 8)
+TRAPS = sampled([f"trap: {name}" for name in TRAP_MODELS], 16)
 PLANTED = (
     "causal: qwen3", "causal: gpt2", "causal: falcon", "causal: opt", "causal: gemma2", "causal: gpt_neox",
     "causal: phi3", "causal: mixtral", "other: bert", "other: bart",
@@ -32,12 +32,12 @@ def test_an_automatic_schedule_splits_what_it_should_and_changes_no_number() -> 
         assert [(one.name, one.result) for one in found] == [(found[0].name, "equal")] * 2
     for one in answers[0][: len(SPLIT)]:
         assert one.share >= 0.75, one
-        assert one.collectives[:2] == one.megatron, one
+        assert one.kind not in ("causal", "odd") or one.collectives[:2] == one.megatron, one
 
 
 @pytest.mark.ranks
 def test_the_comparison_sees_each_step_that_is_left_out() -> None:
-    answers = run_ranks(plant_on_ranks, sampled(PLANTED, 5), "auto", world_size=2, timeout=300)
+    answers = run_ranks(plant_on_ranks, sampled(PLANTED, 10), "auto", world_size=2, timeout=300)
     for number, rank in enumerate(answers):
         for name, found in rank.items():
             assert {"tp.sync", "tp.shard"} <= set(found), name

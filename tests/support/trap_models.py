@@ -242,6 +242,30 @@ class Called(nn.Module):
         return x + z + mean[:, None] + self.cross(y)[1]
 
 
+class NormedWords(nn.Embedding):
+    """An embedding that normalizes what it finds: of no row it gives zeros, and so a sum over ranks is right."""
+
+    def __init__(self) -> None:
+        super().__init__(31, WIDTH)
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(super().forward(ids))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = NormedWords(), nn.Linear(WIDTH, 31)
+        self.layers = nn.ModuleList(Mlp(lambda m, h, x: h) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 ATTENTIONS = (
     "scaled by the number of heads", "a window as wide as heads", "heads talk", "a temperature for each head",
     "slopes for each head", "slopes computed", "normalized heads", "attention averaged over heads",
@@ -256,6 +280,7 @@ def _x() -> dict[str, Tensor]:
 TRAP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **{name: (lambda between=between: Net(lambda: Mlp(between)), _x) for name, between in BETWEEN.items()},
     "weights without modules": (lambda: Net(Bare), _x),
+    "an embedding with a norm": (Words, lambda: {"ids": torch.arange(10).view(2, 5)}),
     "adapters": (lambda: Net(Adapted), _x),
     "called in three ways": (lambda: Net(Called), _x),
     "an input with a gradient": (lambda: Net(lambda: Mlp(lambda m, h, x: h), enter=False), _x),

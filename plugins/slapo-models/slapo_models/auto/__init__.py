@@ -28,8 +28,8 @@ def auto(
 ) -> AutoReport:
     """Schedule any model: tensor parallelism over ``tp``, kernels, checkpoints.
 
-    The steps are ordinary ones, each with its reason (``sch.explain()``); a matrix of which no split can be proved right
-    stays full.
+    The steps are ordinary ones, each with its reason (``sch.explain()``); a matrix stays full where no split of it can
+    be proved right.
 
     Args:
         sch: the schedule, without steps; tensor parallelism is over its mesh dimension ``tp``.

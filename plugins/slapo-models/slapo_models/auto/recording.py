@@ -360,8 +360,8 @@ class _Recorder(TorchDispatchMode):
         self._numbers[path] = number + 1
         call = Call(path, module, around, number)
         self.recording.calls.append(call)
-        key: int | str
-        for key, argument in (*enumerate(args), *kwargs.items()):
+        given: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
+        for key, argument in given:
             for position, tensor in enumerate(tensors_in(argument)):
                 call.inputs[key if isinstance(argument, Tensor) else f"{key}.{position}"] = self.value(tensor)
         self._call, before, self._is_started = call, self._call, True

@@ -8,9 +8,12 @@ from torch import nn
 
 from slapo_models.auto.candidates import Step
 from slapo_models.auto.placement import Graph, LeftWhole
-from slapo_models.auto.recording import Operator, Value
+from slapo_models.auto.recording import PARAMETER, Operator, Value
 
 _LOSSES = ("aten::_log_softmax", "aten::nll_loss_forward", "aten::cross_entropy_loss")
+_BEHIND_A_LOOKUP = frozenset(
+    f"aten::{name}" for name in ("mul", "mul_", "div", "div_", "_to_copy", "view", "_unsafe_view", "detach", "clone")
+)
 
 
 def vocabularies(graph: Graph) -> Iterator[tuple[Value, list[Step] | LeftWhole]]:
@@ -57,14 +60,30 @@ def _heads(graph: Graph) -> dict[Value, str]:
     return found
 
 
+def _require_linear(graph: Graph, lookup: Operator) -> None:
+    """Require that the module of a lookup returns it, scaled at most: zeros for other ranks' rows must stay zeros."""
+    call, derived = lookup.call, set(lookup.results)
+    text = f"{type(call.module).__name__} does more than look up rows"
+    if any(other is not call and other.is_within(call) for other in graph.recording.calls):
+        raise LeftWhole(text)
+    for operator in call.operators[call.operators.index(lookup) + 1 :]:
+        own = [value for value in operator.inputs if value in derived]
+        if own and (operator.name not in _BEHIND_A_LOOKUP or len(own) > 1):
+            raise LeftWhole(text)
+        if own and any(value.origin == PARAMETER for value in operator.inputs):
+            raise LeftWhole(text)
+        derived.update(operator.results if own else ())
+    if len(call.outputs) != 1 or call.outputs[0] not in derived:
+        raise LeftWhole(text)
+
+
 def _steps(graph: Graph, value: Value, lookups: list[Operator], head: str | None) -> list[Step]:
     for use in value.uses:
         is_head = head is not None and use.call.path == head
         if use not in lookups and not is_head:
             raise LeftWhole(f"{use.where} reads it besides")
     for lookup in lookups:
-        if len(list(lookup.call.module.parameters())) > 1:  # their gradients are of this rank's rows
-            raise LeftWhole(f"{type(lookup.call.module).__name__} has further parameters")
+        _require_linear(graph, lookup)
     rows = f"its {value.shape[0]} rows"
     paths = list(dict.fromkeys(operator.call.path for operator in lookups))
     first = head if head is not None and not paths else paths[0]
