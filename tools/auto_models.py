@@ -58,6 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="*", type=int, default=[2], help="sizes of tp (default: 2)")
     parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="auto", help="default: %(default)s")
     parser.add_argument("--verify", type=int, default=0, metavar="N", help="let slapo.verify look at every N-th too")
+    parser.add_argument("--no-run", action="store_true", help="only print the table of what --json holds")
     parser.add_argument("--retry", action="store_true", help="run again what was not equal, or hardly split")
     parser.add_argument("--json", metavar="FILE", help="keep the results there, and go on with what is missing in it")
     parser.add_argument("--write", metavar="FILE", help="write the table there, as Markdown")
@@ -77,7 +78,7 @@ def _run(names: Sequence[str], arguments: argparse.Namespace) -> list[Judgment]:
         rows = [Judgment(**each) for each in json.loads(store.read_text())]
         known = {(row.name, row.ranks): row for row in rows}
     verified = names[:: arguments.verify] if arguments.verify else ()
-    for ranks in arguments.ranks:
+    for ranks in () if arguments.no_run else arguments.ranks:
         missing = [name for name in names if _is_missing(known.get((name, ranks)), arguments.retry)]
         judged = judge_all(missing, ranks, arguments.schedule, verified=verified)
         console = Console(stderr=True)
@@ -115,6 +116,8 @@ def render(rows: Sequence[Judgment], schedule: str) -> str:
         "",
         *_totals(ran, sizes),
     ]
+    unknown = set(cases()) - {row.name for row in rows}
+    lines += ["", f"{len(unknown)} of the {len(cases())} cases were not run."] if unknown else []
     lines += ["", f"| model | class | kind | {' | '.join(f'tp {size}' for size in sizes)} | collectives | steps |"]
     lines += ["|---" * (len(sizes) + 5) + "|"]
     by_name: dict[str, dict[int, Judgment]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -200,3 +201,18 @@ def test_the_model_is_not_run_with_its_values() -> None:
     sch, _ = scheduled(model, batch)
     sch.undo(to=0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.breadth
+def test_a_model_of_seventy_billion_parameters_is_scheduled_on_meta() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=8, use_cache=False))
+    ids = torch.zeros(1, 4096, dtype=torch.long)
+    before = time.process_time()
+    _, report = scheduled(model, {"input_ids": ids, "labels": ids}, ranks=8)
+    assert time.process_time() - before < 60
+    assert not report.left_whole
+    assert all(parameter.is_meta for parameter in model.parameters())
