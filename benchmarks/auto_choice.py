@@ -1,11 +1,12 @@
 """How good the predicted choice of a mesh is: measured trials until 97 % of the best of all measured points.
 
     python benchmarks/auto_choice.py                 # three models on two and four gloo ranks
-    python benchmarks/auto_choice.py --cpu-time      # on a busy machine: processor time of all ranks, without waiting
+    python benchmarks/auto_choice.py --cpu-time      # on a busy machine: see below
 
 Every mesh of dp, pp and tp with replicas or shards, and each number of micro-batches of a step of 16 samples, is
 measured: at most a hundred points for a model. Trials go by predicted time, the fastest first; the best of the first
-tenth is compared with the best of all.
+tenth is compared with the best of all. On a busy machine a step is the mean processor time of the ranks; with stages
+times (micro-batches + stages - 1) / micro-batches, because waiting takes no processor time.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from slapo_estimate.depth import first_samples
 from slapo_estimate.device import DeviceSpec
 from slapo_estimate.device_benchmark import measure_device
 from slapo_estimate.reduced_model import BlockKinds
-from slapo_models.choice.search import Candidate, Search, apply_choice
+from slapo_models.choice.search import Candidate, Search, apply_choice, ordered
 from slapo_runtime.launcher import run_ranks
 
 GOAL, SAMPLES, LENGTH, STEPS = 0.97, 16, 64, 3
+CLOCKS = ("time of the slowest rank", "mean processor time of the ranks, with the waiting of stages")
 ADAMW: Any = functools.partial(torch.optim.AdamW, lr=1e-4)
 SIZES = {"vocab_size": 512, "attn_implementation": "eager"}
 
@@ -98,7 +100,9 @@ def measured(name: str, candidates: list[Candidate], cpu_time: bool) -> list[flo
         engine.close()
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, seconds[1:])
-        step = [sum(own) if cpu_time else max(own) for own in zip(*every, strict=True)]
+        layout = candidate.layout
+        waiting = (layout.microbatches + layout.pp - 1) / layout.microbatches
+        step = [statistics.mean(own) * waiting if cpu_time else max(own) for own in zip(*every, strict=True)]
         found.append(statistics.median(step))
     return found
 
@@ -112,7 +116,7 @@ def quality(
     tell: Callable[[str], None] = print
     apply = functools.partial(steps, name=name)
     search = Search(model, BlockKinds.of(model), batch(), ranks, None, device, ADAMW, None, apply, tell, known=known)
-    candidates = sorted(search.every(), key=lambda each: (each.prediction.time, each.steps))
+    candidates = ordered(list(search.every()))
     seconds = run_ranks(measured, name, candidates, cpu_time, world_size=ranks, timeout=1500.0)[0]
     best, tenth = min(seconds), max(1, math.ceil(len(seconds) / 10))
     trials = next(number for number, each in enumerate(seconds, 1) if best / each >= GOAL)
@@ -153,8 +157,7 @@ def main() -> None:
             }
             results.append(found)
             print(name, ranks, {key: value for key, value in found.items() if key != "measured"}, flush=True)
-            clock = "processor time of all ranks" if given.cpu_time else "time of the slowest rank"
-            save("auto_choice", results, clock=clock, device=device.to_json())
+            save("auto_choice", results, clock=CLOCKS[given.cpu_time], device=device.to_json())
 
 
 if __name__ == "__main__":

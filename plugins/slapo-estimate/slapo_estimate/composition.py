@@ -276,10 +276,13 @@ class _Stage:
         return copies + self._exposed(ranks, link)
 
     def _exposed(self, ranks: int, link: Link) -> float:
-        """Return the seconds of all-reduces after the backward pass, which begin as buckets are full."""
+        """Return the seconds of all-reduces after the backward pass, which begin as buckets are full.
+
+        On a CPU they take the cores that compute, and overlap nothing.
+        """
         clock = free = pending = 0.0
         for region in reversed(self._regions):
-            clock += region.backward
+            clock += region.backward if self._device.type != "cpu" else 0.0
             pending += region.trained
             full = int(pending // max(_BUCKET, region.largest)) if region.trained else 0
             for _ in range(full):
@@ -293,38 +296,41 @@ class _Stage:
         """Return the seconds of the passes whose parameters are gathered by unit."""
         _, link = link_of(self._device, "dp")
         ranks, launch, bandwidth = self._layout.dp, self._device.launch, self._device.bandwidth
-        clock = free = 0.0
+        clock, free, overlaps = 0.0, 0.0, self._device.type != "cpu"
 
-        def gathered(size: int, ready: float) -> tuple[float, float]:
-            """Return when a unit's parameters are there and when its link is free."""
-            end = max(ready, free) + collective_seconds("all_gather", size // ranks, ranks, link)
-            return end, end
+        def sent(kind: str, size: int, ready: float) -> float:
+            """Return when a message has arrived; on a CPU it takes the cores that compute."""
+            nonlocal clock, free
+            begin = max(ready, free) if overlaps else clock
+            free = begin + collective_seconds(kind, size, ranks, link)
+            clock = clock if overlaps else free
+            return free
 
         copy = 2 / bandwidth
         for number in range(self._layout.microbatches):
             is_last = number == self._layout.microbatches - 1
-            there, free = gathered(self._outside, clock)
+            there = sent("all_gather", self._outside // ranks, clock)
             clock = ready = max(clock, there) + copy * self._outside + 2 * launch + self._before.forward
             for block in self._blocks:
-                there, free = gathered(block.parameters, ready)
+                there = sent("all_gather", block.parameters // ranks, ready)
                 clock = ready = max(clock, there)
                 clock += copy * block.parameters + 2 * launch + block.forward
             clock = ready = max(clock + self._after.forward, free)
             order = list(reversed(self._blocks))
-            there, free = gathered(order[0].parameters, ready)
+            there = sent("all_gather", order[0].parameters // ranks, ready)
             clock += self._after.backward
             for block, following in zip(order, [*order[1:], None], strict=True):
                 clock = ready = max(clock, there)
                 if following is not None:  # gathered while this unit computes
-                    there, free = gathered(following.parameters, ready)
+                    there = sent("all_gather", following.parameters // ranks, ready)
                 clock += copy * block.parameters + 2 * launch + block.backward
                 if is_last:
                     clock += copy * block.trained + 2 * launch
-                    free = max(clock, free) + collective_seconds("reduce_scatter", block.trained, ranks, link)
+                    sent("reduce_scatter", block.trained, clock)
             clock += self._before.backward
             if is_last:
                 clock += copy * self._trained_outside + 2 * launch
-                free = max(clock, free) + collective_seconds("reduce_scatter", self._trained_outside, ranks, link)
+                sent("reduce_scatter", self._trained_outside, clock)
             clock = max(clock, free)
         return clock
 

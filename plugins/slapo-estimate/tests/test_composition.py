@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from slapo_core.errors import ArgumentError
 from slapo_estimate.block_profile import RegionCosts, StepProfile
 from slapo_estimate.composition import Layout, balanced_cuts, predict
 from slapo_estimate.depth import first_samples, profile_step, samples_of
-from slapo_estimate.device import DEVICES
+from slapo_estimate.device import DEVICES, DeviceSpec, Link
 from slapo_estimate.reduced_model import BlockKinds, reduce_model
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
@@ -136,6 +137,22 @@ def test_cuts_have_the_fastest_slowest_stage_of_all_cuts(stages: int) -> None:
     found = balanced_cuts(profile, kinds, stages)
     assert len(found) == stages - 1
     assert slowest(found) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["replicas", "shards"])
+def test_messages_take_the_cores_of_a_cpu_and_overlap_on_a_gpu(shards: bool) -> None:
+    """The step on a CPU is longer by the time that a GPU's messages overlap."""
+    block = dataclasses.replace(costs(0.3), parameters=40_000_000, trained=40_000_000, tensors=1, largest=40_000_000)
+    profile = StepProfile(1, RegionCosts(), RegionCosts(), {0: block}, {0: None})
+    gpu = DeviceSpec("gpu", {}, bandwidth=1e15, launch=0.0, links={"*": Link(4e9, 0.0)}, type="cuda")
+    times = []
+    for device in (gpu, dataclasses.replace(gpu, type="cpu")):
+        found = predict(profile, (0,) * 4, Layout(1, 1, 2, shards, 1), device, None)
+        assert found is not None
+        times.append(found.time)
+    all_reduces, gathers, reductions = 4 * 0.01, 8 * 0.005, 4 * 0.005
+    assert times[1] == pytest.approx(1.2 + (gathers + reductions if shards else all_reduces), rel=1e-3)
+    assert 1.2 < times[0] < times[1]
 
 
 def test_kinds_are_by_structure_and_settings_without_the_blocks_own_number() -> None:

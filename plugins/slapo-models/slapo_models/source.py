@@ -378,9 +378,31 @@ class _Writer:
         else:
             head = f"for {variable} in [sch[path] for path in {tuple(paths[number] for number in numbers)}]:"
         lines, chain = [head], _Chain("    ")
-        for step in inner:
-            lines += chain.add(f"{variable}[{_quoted(step.path)}]" if step.path else variable, step.call)
+        for below, call in self._joined(inner, [paths[number] for number in numbers]):
+            lines += chain.add(f"{variable}[{_quoted(below)}]" if below else variable, call)
         return [*lines, *chain.end()], size * len(numbers)
+
+    def _joined(self, steps: Sequence[_Step], blocks: Sequence[str]) -> Iterator[_Step]:
+        """Join equal calls one after another at paths below blocks, where one glob selects them in each block."""
+        at = 0
+        while at < len(steps):
+            run = list(itertools.takewhile(lambda step, call=steps[at].call: step.call == call, steps[at:]))  # type: ignore[misc]
+            lengths = (n for n in range(len(run), 1, -1) if self._below([step.path for step in run[:n]], blocks))
+            length = next(lengths, 1)
+            path = self._below([step.path for step in run[:length]], blocks) if length > 1 else run[0].path
+            yield _Step(str(path), run[0].call)
+            at += length
+
+    def _below(self, paths: Sequence[str], blocks: Sequence[str]) -> str | None:
+        """Return a glob for several paths below each block; None if there is none."""
+        if "" in paths or len(set(paths)) < len(paths):
+            return None
+        globs = {
+            None if glob is None else glob.removeprefix(f"{block}.")
+            for block in blocks
+            for glob in [self._places.glob([f"{block}.{path}" for path in paths])]
+        }
+        return globs.pop() if len(globs) == 1 else None
 
     def _block_step(self, at: int, container: str) -> tuple[int, _Step] | None:
         if at >= len(self._steps):

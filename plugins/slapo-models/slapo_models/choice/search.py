@@ -17,6 +17,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError, EstimateError, FitError, PreconditionError, SlapoError
+from slapo_core.internals import Internals
 from slapo_estimate.block_profile import StepProfile
 from slapo_estimate.composition import Layout, Prediction, memory_limit, predict, text_of_bytes
 from slapo_estimate.depth import first_samples, profile_step, run_stages, samples_of
@@ -32,11 +33,11 @@ MOST_TP = 8
 _LARGEST = 16
 """Samples of the largest profiled micro-batch; larger ones are extrapolated."""
 
-_SETTLED = 0.02
+_SETTLED = 0.1
 """Relative gain of seconds per sample in the largest micro-batch from which one in between is profiled, too."""
 
-_TIE = 0.01
-"""Relative difference of predicted times below which the one with fewer steps is chosen."""
+_TIE = 0.05
+"""Relative difference below which predicted times count as equal: about their accuracy."""
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Apply = Callable[[slapo.Schedule], Any]
@@ -157,7 +158,7 @@ def auto_schedule(
 
     Meshes of ``dp``, ``pp`` and ``tp`` are compared, with replicas or shards (``data_parallel="fsdp"``),
     micro-batches, stages cut at repeated blocks by time, and the fewest checkpointed blocks that fit. Of predictions
-    within 1 % the one with fewer steps wins. ``slapo tune`` measures the best ones.
+    within 5 % the one with fewer steps wins. ``slapo tune`` measures the best ones.
 
     Args:
         model: the model, also on the meta device; it is scheduled.
@@ -283,6 +284,7 @@ class Search:
         self.samples = samples_of(self.batch)
         self.sizes = divisors(self.samples)
         self._steps = 0
+        self._records: dict[tuple[int, int | None], tuple[slapo.Record, ...]] = {}
 
     def candidates(self) -> list[Candidate]:
         """Return the best candidate of each mesh that fits, the best first."""
@@ -369,7 +371,12 @@ class Search:
         self.tell(f"tp={tp}, micro-batches of {size}")
 
         def counted(sch: slapo.Schedule) -> None:
-            self.apply(sch)
+            key = (tp, self.kept)
+            if key not in self._records:
+                self.apply(sch)
+                self._records[key] = sch.records
+            for record in self._records[key][len(sch.records) :]:  # the same model, another micro-batch
+                Internals(sch).repeat(record)
             self._steps = len({(record.primitive.name, record.path.rpartition(".")[2]) for record in sch.records})
 
         def profiled() -> StepProfile:
@@ -417,7 +424,7 @@ class Search:
 
 
 def ordered(candidates: list[Candidate]) -> list[Candidate]:
-    """Sort by time; of those within 1 % of the best the one with the fewest steps comes first."""
+    """Sort by time; of those within 5 % of the best the one with the fewest steps comes first."""
     by_time = sorted(candidates, key=lambda each: (each.prediction.time, each.steps, tuple(each.mesh.items())))
     if not by_time:
         return []
