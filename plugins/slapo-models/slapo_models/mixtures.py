@@ -68,7 +68,7 @@ def qwen3_moe(sch: slapo.Schedule, **options: Unpack[LlamaOptions]) -> None:
 
     Args:
         sch: see :func:`slapo_models.bert`.
-        options: those of :func:`mixtral`.
+        options: keyword arguments of :func:`mixtral`.
 
     Raises:
         PreconditionError: see :func:`slapo_models.bert`.
