@@ -98,7 +98,7 @@ def compare(name: str, tp: int, kernels: bool) -> dict[str, Any]:
     found, model, batch = family(name)
     model.train()
     by_hand = slapo.create_schedule(model, mesh={"tp": tp}, example_inputs=batch)
-    found.apply(by_hand, kernels=kernels)
+    found.schedule(by_hand, kernels=kernels)
     hand = predicted(by_hand, found)
     by_hand.undo(to=0)
     chosen: tuple[str, ...] = ()
