@@ -82,7 +82,6 @@ DISTRIBUTIONS = (
 OWNERS = {
     ("commands", "checkpoint"): "slapo-runtime",
     ("commands", "device"): "slapo-estimate",
-    ("commands", "models"): "slapo-models",
     ("commands", "observe"): "slapo-estimate",
     ("commands", "patterns"): "slapo-graph",
     ("commands", "plugins.check"): "slapo-testing",

@@ -35,7 +35,7 @@ class Kind:
         base: ``"module:Class"`` that its objects are subclasses of; a type of modules or functions, that they are
             instances of; None for text that is never imported.
         namespaced: whether names must be ``<namespace>.<name>``, of which ``<name>`` alone may be used.
-        classes: whether they are those of other libraries' classes, ``<package>.<Class>``, which have no owner.
+        classes: whether names are ``<package>.<Class>``, of the classes of any library, which have no owner.
     """
 
     base: str | None = "builtins:object"

@@ -48,7 +48,7 @@ def test_names_outside_of_a_namespace_are_known_by_their_owners() -> None:
             if query != own:
                 provided["primitives", query] = name
         for group, entries in groups.items():  # a loss 'torch' of slapo-loss, which is no name of slapo-torch
-            for entry in entries:
+            for entry in entries if group != "slapo.v1.models" else ():  # whose names are of classes
                 if f"slapo-{entry.partition('.')[0]}" in set(OTHERS) - {name}:
                     provided[group.removeprefix("slapo.v1."), entry] = name
     assert provided == slapo_core.OWNERS

@@ -165,7 +165,7 @@ def mistral(sch: slapo.Schedule, **options: Unpack[LlamaOptions]) -> None:
 
     Args:
         sch: see :func:`slapo_models.bert`.
-        options: those of :func:`llama`.
+        options: keyword arguments of :func:`llama`.
 
     Raises:
         PreconditionError: see :func:`slapo_models.bert`.
@@ -178,7 +178,7 @@ def qwen3(sch: slapo.Schedule, **options: Unpack[LlamaOptions]) -> None:
 
     Args:
         sch: see :func:`slapo_models.bert`.
-        options: those of :func:`llama`.
+        options: keyword arguments of :func:`llama`.
 
     Raises:
         PreconditionError: see :func:`slapo_models.bert`.

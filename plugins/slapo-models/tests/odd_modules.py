@@ -77,9 +77,11 @@ class Latent(nn.Module):
 class ReadsASum(nn.Module):
     """A split pair whose reduced result a second pair reads without a module between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, frozen: bool = False) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH, bias=False)
+        for parameter in (*self.up.parameters(), *self.down.parameters()) if frozen else ():
+            parameter.requires_grad_(False)
         self.weight, self.back = nn.Parameter(torch.randn(24, WIDTH) / 4), nn.Linear(24, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,6 +136,19 @@ class Twice(nn.Module):
         return x + self.block(self.norm(x))  # type: ignore[no-any-return]
 
 
+class ReadsRows(nn.Module):
+    """Rows of an embedding that split features read with no module between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20, bias=False)
+        self.weight, self.back = nn.Parameter(torch.randn(24, WIDTH) / 4), nn.Linear(24, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.back(torch.tanh(F.linear(self.words(ids), self.weight)))
+        return F.cross_entropy(self.head(y).flatten(0, 1), ids.flatten())
+
+
 class Normalized(nn.Embedding):
     """Rows of an embedding, normalized with a weight of its own."""
 
@@ -177,10 +192,12 @@ ODD = {
     "parallel": Odd(Parallel, ("fused.weight", "out.weight", "up.weight", "down.weight")),
     "latent": Odd(Latent, ("query.weight", "expand.weight", "out.weight")),
     "a sum is read": Odd(ReadsASum, ("up.weight", "down.weight")),
+    "a sum of frozen layers is read": Odd(lambda: ReadsASum(frozen=True), ("up.weight", "down.weight")),
     "experts": Odd(Experts, ("up", "down")),
     "convolutions": Odd(
         Convolutions, ("first.weight", "each.weight", "last.weight"), lambda: (torch.randn(2, 3, 6, 6),)
     ),
+    "rows are read": Odd(ReadsRows, ("weight", "back.weight", "head.weight"), lambda: (torch.randint(20, (2, 5)),)),
     "a normalized embedding": Odd(Words, ("head.weight",), lambda: (torch.randint(20, (2, 5)),)),
     "twice": Odd(Twice, ("block.0.weight", "block.2.weight")),
 }

@@ -20,7 +20,7 @@ import slapo_tune
 from slapo_models import decoders, encoders, mixtures, vision
 from tests.messages import Messages
 
-from .families import EAGER, FAMILIES, SIZES, TOKENS
+from .families import EAGER, EXPERTS, FAMILIES, SIZES, TOKENS
 
 ROOT = Path(__file__).parents[3]
 PATIENCE = 1800.0  # seconds; the machine may be busy
@@ -203,6 +203,31 @@ def tied_llama() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 32}
     return LlamaForCausalLM(LlamaConfig(**SIZES, **sizes, **EAGER, use_cache=False, tie_word_embeddings=True))  # type: ignore[no-any-return]
+
+
+def mixture_with_a_routers_loss() -> nn.Module:
+    """A Mixtral whose router has a gradient of its own, full on every rank, beside that of the experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    own = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return MixtralForCausalLM(MixtralConfig(**EXPERTS, **own))  # type: ignore[no-any-return]
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+def test_the_routers_own_loss_is_not_summed_over_the_ranks() -> None:
+    sch = slapo.create_schedule(mixture_with_a_routers_loss(), mesh={"tp": 2}, example_inputs=TOKENS)
+    FAMILIES["mixtral"].apply(sch, kernels=False)
+    assert slapo.verify(sch, optimizer_steps=1, timeout=PATIENCE).steps_verified == len(sch.records)
+    wrong = slapo.create_schedule(mixture_with_a_routers_loss(), mesh={"tp": 2}, example_inputs=TOKENS)
+    for layer in wrong["model.layers.*.mlp"]:
+        layer["experts"].shard("gate_up_proj", axis=1, packed=2).shard("down_proj", axis=2).sync(
+            "fwd_post", "all_reduce"
+        )
+        layer.sync("bwd_post", "all_reduce")["gate"].sync_gradient("weight")
+    with pytest.raises(slapo.VerifyError, match=r"gradient of model\.layers\.1"):
+        slapo.verify(wrong, optimizer_steps=1, timeout=PATIENCE, blame_seconds=0)
 
 
 def gated_t5() -> nn.Module:

@@ -576,7 +576,7 @@ def _quiet() -> None:
     import torch.distributed as dist
     import transformers
 
-    set_timeout(dist.group.WORLD, _WAITING)
+    set_timeout(dist.group.WORLD, 6 * _WAITING)  # rank 0 schedules while the others wait
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)

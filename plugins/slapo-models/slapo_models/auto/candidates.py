@@ -104,6 +104,42 @@ def prove(graph: Graph, candidate: Candidate) -> None:
     candidate.counts = tuple(sorted(_extents(graph, candidate)))
 
 
+class Together:
+    """Check that proved splits are right together: none's partial gradients enter another's shards or sums.
+
+    Args:
+        graph: of the model.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._leaves: set[Axis] = set()
+        self._partial: set[Value] = set()
+        self._passed_on: set[Value] = set()
+
+    def leaves_partial(self, value: Value) -> bool:
+        """Return whether the gradient of what a parameter makes is partial."""
+        return any(result in self._passed_on for use in value.uses for result in use.results)
+
+    def add(self, candidate: Candidate) -> None:
+        """Add a split.
+
+        Raises:
+            LeftWhole: it is not right with the earlier ones.
+        """
+        own = candidate.placement
+        if (
+            not own.passed_on.isdisjoint(self._partial)
+            or not self._passed_on.isdisjoint(own.partial)
+            or any(not self._leaves.isdisjoint(self._graph.leaves(value)) for value in own.passed_on)
+            or any(not self._graph.leaves(value).isdisjoint(candidate.leaves) for value in self._passed_on)
+        ):
+            raise LeftWhole("the gradient of a sum over the ranks would be partial, of another split")
+        self._leaves.update(candidate.leaves)
+        self._partial |= own.partial
+        self._passed_on |= own.passed_on
+
+
 def _extents(graph: Graph, candidate: Candidate) -> set[int]:
     found = {leaf.size for leaf in candidate.leaves}
     own = {leaf for member in candidate.members for leaf in graph.leaves(member)}

@@ -39,6 +39,8 @@ class Placement:
         streams: paths of modules that use the RNG on shards.
         same_streams: those that use it on full tensors besides, so that the ranks drop equal elements of their shards.
         regions: paths of modules that run an operator on a shard.
+        partial: values that are partial, or were reduced.
+        passed_on: full values whose gradients stay partial.
     """
 
     sums: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -47,6 +49,8 @@ class Placement:
     streams: dict[str, None] = field(default_factory=dict)
     same_streams: dict[str, None] = field(default_factory=dict)
     regions: dict[str, None] = field(default_factory=dict)
+    partial: set[Value] = field(default_factory=set)
+    passed_on: set[Value] = field(default_factory=set)
 
 
 class Graph:
@@ -153,6 +157,7 @@ class Follow:
         for path, places in self._placed.items():
             self._check_calls(path, places)
         self._check_streams()
+        self.placement.partial, self.placement.passed_on = self._partial, self._passed_on
         return self.placement
 
     def _reductions_behind(self, operators: list[Operator]) -> set[str]:

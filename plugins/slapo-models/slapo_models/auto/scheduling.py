@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import ArgumentError, SlapoError
 from slapo_core.internals import caller_location
 from slapo_models.auto.axes import Axis
-from slapo_models.auto.candidates import Candidate, Step, candidates, prove, steps
+from slapo_models.auto.candidates import Candidate, Step, Together, candidates, prove, steps
 from slapo_models.auto.finish import finish
 from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import Graph, LeftWhole
@@ -62,6 +62,7 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
     failures: dict[Axis, str] = {}
     taken: set[Value] = set()
     proved: list[Candidate] = []
+    together = Together(graph)
     for candidate in candidates(graph, ranks):
         if not taken.isdisjoint(candidate.members):
             continue
@@ -69,6 +70,7 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
             prove(graph, candidate)
             for other in others:
                 other.prove(candidate)
+            together.add(candidate)
         except LeftWhole as reason:
             failures.update(dict.fromkeys(candidate.leaves, str(reason)))
             continue
@@ -87,8 +89,8 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
     for step in applied:
         apply(sch, step, location)
     for value, found in vocabularies(graph):
-        if isinstance(found, LeftWhole):
-            reasons[value] = str(found)
+        if isinstance(found, LeftWhole) or together.leaves_partial(value):
+            reasons[value] = str(found) if isinstance(found, LeftWhole) else "the gradient of its rows is partial"
             continue
         before = len(sch.records)
         try:
