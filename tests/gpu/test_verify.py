@@ -16,7 +16,10 @@ from tests.gpu.subjects import moved, scheduled, stack
 
 # The full schedules: of each family, in both types. Those of LLaMA and BERT first.
 
-FAMILIES = ("llama", "bert", "gpt", "t5", "wide_resnet", "opt", "roberta")
+FAMILIES = (
+    *("llama", "bert", "gpt", "t5", "wide_resnet", "opt", "roberta"),
+    *("mistral", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3_moe", "vit"),
+)
 
 
 def _ranked(name: str) -> Any:
