@@ -69,6 +69,7 @@ def test_a_kernel_is_chosen_where_the_estimated_step_gains(device: Any) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.breadth
 def test_auto_replaces_splits_and_checkpoints_each_with_its_reason() -> None:
     sch = slapo.create_schedule(Net(), mesh={"tp": 2}, example_inputs=batch())
     report = slapo_models.auto(sch, kernels=("fusion.sdpa",), memory="1MiB")
