@@ -5,7 +5,7 @@ python tools/auto_models.py --all --json a.json              # everything, on 2 
 python tools/auto_models.py --all --ranks 2 4 --json a.json --write docs/auto_matrix.md
 
 What a.json holds already is not run again: a run that was stopped goes on. --retry runs again what was not equal, or
-split for less than three quarters. Delete the file to start anew.
+split for less than three quarters. Delete the file to start again.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def render(rows: Sequence[Judgment], schedule: str) -> str:
         f"Measured on {datetime.date.today():%Y-%m-%d} with {versions},",
         f"on the CPU over gloo, by `python tools/auto_models.py --all{option}`.",
         "Every model is a tiny instance (two layers) made from its configuration, with random weights.",
+        "Rows are kept between runs of the tool, and may come from several commits.",
         "",
         *_meaning(),
         "",

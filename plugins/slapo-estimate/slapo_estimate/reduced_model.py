@@ -72,7 +72,7 @@ class ReducedModel:
     """A copy of a model with few blocks.
 
     Args:
-        model: the copy; its blocks are numbered anew.
+        model: the copy; its blocks are numbered from 0.
         paths: paths of the kept blocks in the copy.
         kinds: the kind of each of them, as in the model's :class:`BlockKinds`.
     """

@@ -24,7 +24,6 @@ def auto(
     *,
     memory: int | str | None = None,
     kernels: bool | Sequence[str] = True,
-    sequence_parallel: bool = False,
 ) -> AutoReport:
     """Schedule any model: tensor parallelism over ``tp``, kernels, checkpoints.
 
@@ -39,7 +38,6 @@ def auto(
             checkpoints none.
         kernels: whether to replace or fuse what matches a pattern in repeated blocks, where the estimated step gains
             on this machine's device; or names of patterns, e.g. ``("fusion.sdpa",)``.
-        sequence_parallel: whether the norms between split layers work on shards of the sequence.
 
     Returns:
         the split parameters, and the full matrices with the reason of each.
@@ -49,6 +47,4 @@ def auto(
     """
     from slapo_models.auto.scheduling import schedule_automatically
 
-    return schedule_automatically(
-        sch, example_inputs, memory=memory, kernels=kernels, sequence_parallel=sequence_parallel
-    )
+    return schedule_automatically(sch, example_inputs, memory=memory, kernels=kernels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from slapo_core.internals import fold_paths
 
@@ -16,12 +16,13 @@ class AutoReport:
         split: paths of the parameters that are split.
         left_whole: path of a matrix that every rank has in full -> the reason.
         assumptions: about values that the recorded forward read.
+        notes: about kernels, stages and checkpoints.
     """
 
     split: tuple[str, ...]
     left_whole: Mapping[str, str]
     assumptions: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"split: {len(self.split)} parameters; left whole: {len(self.left_whole)} matrices"]

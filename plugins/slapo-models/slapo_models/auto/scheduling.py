@@ -31,7 +31,6 @@ def schedule_automatically(
     *,
     memory: int | str | None,
     kernels: bool | Sequence[str],
-    sequence_parallel: bool,
 ) -> AutoReport:
     """Apply the steps: see :func:`slapo_models.auto`."""
     inputs = sch.example_inputs if example_inputs is None else example_inputs
@@ -39,8 +38,6 @@ def schedule_automatically(
         raise ArgumentError("auto needs one batch", hint="auto(sch, batch), or create_schedule(..., example_inputs=)")
     if sch.records:
         raise ArgumentError(f"the schedule has {len(sch.records)} steps", hint="call auto first, then add steps")
-    if sequence_parallel:
-        raise ArgumentError("sequence_parallel=True is not supported yet", hint="leave it out")
     report = split_tensors(sch, inputs)
     return replace(
         report, notes=(*report.notes, *finish(sch, inputs, split=split_tensors, memory=memory, kernels=kernels))
