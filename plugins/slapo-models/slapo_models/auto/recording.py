@@ -299,6 +299,7 @@ class _Recorder(TorchDispatchMode):
         self._numbers: dict[str, int] = {}
         self._call = Call("", model, None, 0)
         self._is_started = False
+        self._read: Value | None = None
         self.is_silent = False
         self._values: dict[int, Value] = {}
         self._tensors: dict[int, Tensor] = {}
@@ -356,6 +357,9 @@ class _Recorder(TorchDispatchMode):
 
     def assumed_number(self) -> int:
         """Return the number that is assumed where the model reads an unknown one."""
+        if self._read is not None and self._read.dtype == torch.bool and _is_drawn(self._read):
+            self.recording.assumptions["a condition on a random number is false, as when no layer is dropped"] = None
+            return 0
         self.recording.assumptions["a number that the forward computes and reads is 1"] = None
         return 1
 
@@ -384,6 +388,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_silent or func.namespace == "prim" or func is torch.ops.aten._local_scalar_dense.default:
+            self._read = self._values.get(id(args[0])) if args else None
             return self._run(func, args, kwargs)
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -491,6 +496,12 @@ def _all_true(indices: Any, nonzero: Callable[[Tensor], Tensor]) -> list[Any]:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
         found.extend(nonzero(index).unbind(1) if is_mask else [index])
     return found
+
+
+def _is_drawn(value: Value) -> bool:
+    """Return whether a number is computed from a random number."""
+    made = value.made_by
+    return made is not None and (made.is_random or any(_is_drawn(each) for each in made.inputs if not each.shape))
 
 
 def _is_ours(module: str) -> bool:
