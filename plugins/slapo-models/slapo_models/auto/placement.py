@@ -39,6 +39,7 @@ class Placement:
         streams: paths of modules that use the RNG on shards.
         same_streams: those that use it on full tensors besides, so that the ranks drop equal elements of their shards.
         regions: paths of modules that run an operator on a shard.
+        biases: paths of modules whose forward must leave their bias out, which is added to the reduced sum.
         partial: values that are partial, or were reduced.
         passed_on: full values whose gradients stay partial.
     """
@@ -49,6 +50,7 @@ class Placement:
     streams: dict[str, None] = field(default_factory=dict)
     same_streams: dict[str, None] = field(default_factory=dict)
     regions: dict[str, None] = field(default_factory=dict)
+    biases: dict[str, None] = field(default_factory=dict)
     partial: set[Value] = field(default_factory=set)
     passed_on: set[Value] = field(default_factory=set)
 
@@ -262,6 +264,7 @@ class Follow:
         if bias.origin != PARAMETER or (operator.call.path, "bias") not in bias.names:
             raise LeftWhole(f"{operator.where} adds a tensor to a partial sum")
         self._left_out.add((operator, bias))
+        self.placement.biases[operator.call.path] = None
 
     def _check_linear(self, operator: Operator, partial: list[Value]) -> None:
         """Refuse an operator that is not linear in a partial."""

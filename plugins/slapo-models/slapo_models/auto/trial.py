@@ -111,10 +111,20 @@ class Trial:
             try:
                 for step in (*own, *attributes[each]):
                     apply(self.schedule, step)
+                for path in each.placement.biases:
+                    self._require_bias_left_out(path)
+            except LeftWhole as reason:
+                failed[each], refused = str(reason), True
             except SlapoError as error:
                 failed[each] = " ".join(error.message.split())
                 refused = True
         return refused
+
+    def _require_bias_left_out(self, path: str) -> None:
+        """Require that a shard changed the forward of a layer, which adds its bias on every rank otherwise."""
+        node = Internals(self.schedule).node(path)
+        if not node.wrappers:
+            raise LeftWhole(f"{type(node.module).__name__} adds its bias to a partial sum")
 
     def _finish(
         self, kept: list[Candidate], steps: Mapping[Candidate, list[Step]], failed: dict[Candidate, str]
