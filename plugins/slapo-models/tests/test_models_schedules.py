@@ -130,7 +130,7 @@ def test_the_pages_show_lines_and_kernels() -> None:
         (row,) = re.findall(rf"^\| `{name}` \|.*\| (\d+) \| (\d+|-) \|$", readme, re.MULTILINE)
         assert row == (str(lines_of(functions[name], functions)), str(family.paper or "-"))
 
-    page = (ROOT / "docs" / "real-models.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "real-models.md").read_text(encoding="utf-8")
     for name, family in FAMILIES.items():
         (row,) = re.findall(rf"^\| (?:`\w+`, )*`{name}`(?:, `\w+`)* \| (.*?) \|", page, re.MULTILINE)
         counts = {(pattern, count) for pattern, counts in family.kernels.items() for count in counts}
