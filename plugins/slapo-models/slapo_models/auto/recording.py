@@ -93,6 +93,7 @@ class Value:
         needs_gradient: whether a gradient flows to it.
         numbers: the elements of a short integer tensor, where they are known.
         changed_gradient: what changes its gradient in a way that is not known; ``""``: nothing.
+        has_own_backward: whether its gradient goes through a backward that the model defines.
     """
 
     shape: tuple[int, ...]
@@ -105,6 +106,7 @@ class Value:
     needs_gradient: bool = False
     numbers: tuple[int, ...] | None = None
     changed_gradient: str = ""
+    has_own_backward: bool = False
 
 
 @dataclass(eq=False)
@@ -415,6 +417,7 @@ class _Recorder(TorchDispatchMode):
         if _is_ours(cls.__module__):
             return
         self._backwards[id(backward)] = backward  # so that no other one gets its id
+        self.value(tensor).has_own_backward = True
         try:
             with self, torch.no_grad():
                 backward.apply(torch.empty_like(tensor))
