@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ecosystem.pages import Page, blocks
+from tests.ecosystem.pages import blocks
 
 DOCS = Path(__file__).parents[2] / "docs"
 MOST_WORDS = 35_000
@@ -122,13 +122,6 @@ def test_each_guide_begins_with_what_you_get_and_a_program() -> None:
 )
 def test_an_opening_that_is_not_the_usual_one_is_found(guide: str, text: str | None) -> None:
     assert problem(guide) == text
-
-
-@pytest.mark.breadth
-@pytest.mark.ranks
-@pytest.mark.parametrize("guide", ["find-what-is-wrong", "gpus", "make-it-faster", "tensor-parallelism"])
-def test_programs_of_a_guide_print_what_it_shows(guide: str, tmp_path: Path) -> None:
-    Page(f"guides/{guide}.md").runs_its_files(tmp_path)
 
 
 @pytest.mark.breadth
