@@ -107,6 +107,33 @@ def test_each_guide_begins_with_what_you_get_and_a_program() -> None:
     assert {name: text for name, text in problems.items() if text is not None and name not in UNFINISHED} == {}
 
 
+def missing_numbers(page: Path) -> dict[str, list[str]]:
+    """Return the numbers in rows of a page that are not in any of the tables that the row links to."""
+    number = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)*(?<!,)")
+    found = {}
+    for row in page.read_text("utf-8").splitlines():
+        tables = links(row) if row.startswith("| ") else []
+        known = {each for table in tables for each in number.findall((page.parent / table).read_text("utf-8"))}
+        missing = [each for each in number.findall(re.sub(r"\]\([^)]*\)", "", row)) if each not in known]
+        if tables and missing:
+            found[row] = missing
+    return found
+
+
+def test_headlines_have_the_numbers_of_their_tables() -> None:
+    page = DOCS / "results" / "index.md"
+    assert sum(1 for row in page.read_text("utf-8").splitlines() if row.startswith("| ") and links(row)) > 25
+    assert missing_numbers(page) == {}
+
+
+def test_a_number_that_the_table_has_not_is_found(tmp_path: Path) -> None:
+    (tmp_path / "table.md").write_text("323 ran, 1.25 times, 22.13 GiB\n")
+    (tmp_path / "index.md").write_text(
+        "| 323 ran, 1.2 and 22.13 | [table](table.md) |\n| 323, 1.25 | [t](table.md) |\n"
+    )
+    assert list(missing_numbers(tmp_path / "index.md").values()) == [["1.2"]]
+
+
 @pytest.mark.parametrize(
     ("guide", "text"),
     [
