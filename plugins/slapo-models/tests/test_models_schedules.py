@@ -135,7 +135,7 @@ def test_the_pages_show_the_schedule_its_lines_and_its_kernels() -> None:
     kept.body = kept.body[1:]
     assert ast.dump(parsed(shown)["llama"]) == ast.dump(kept)
 
-    page = (ROOT / "docs" / "real-models.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "real-models.md").read_text(encoding="utf-8")
     for name, family in FAMILIES.items():
         (row,) = re.findall(rf"^\| (?:`\w+`, )*`{name}`(?:, `\w+`)* \| (.*?) \|", page, re.MULTILINE)
         counts = {(pattern, count) for pattern, counts in family.kernels.items() for count in counts}
