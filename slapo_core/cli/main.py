@@ -44,7 +44,8 @@ class Command(ABC):
     def app(self) -> typer.Typer:
         """Return the typer app, whose commands are ``slapo <name> <command>``; a single one is ``slapo <name>``.
 
-        A `SlapoError` that it raises is printed without traceback, and ends the process with status 1.
+        A `SlapoError` that it raises is printed without traceback, and ends the process with status 2: the command
+        could not do its work. A negative answer (not verified, not equal) is ``raise typer.Exit(1)``.
         """
 
 
@@ -212,12 +213,12 @@ def _doctor(
 
 
 def main() -> None:
-    """Run the command line; print a slapo error without traceback, with exit status 1."""
+    """Run the command line; print a slapo error without traceback, with exit status 2."""
     try:
         make_app()()
     except SlapoError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(2) from None
 
 
 def _version(wanted: bool) -> None:
