@@ -126,12 +126,23 @@ def _auto(sch: slapo.Schedule) -> dict[str, str]:
     return dict(auto(sch, kernels=False).left_whole)
 
 
+def _auto_sequence(sch: slapo.Schedule) -> dict[str, str]:
+    from slapo_models import auto
+
+    report = auto(sch, kernels=False, sequence_parallel=True)
+    return {**report.left_whole, **{f"sum of {path}": reason for path, reason in report.all_reduced.items()}}
+
+
 def _by_names(sch: slapo.Schedule) -> dict[str, str]:
     attentions, mlps = split_by_names(sch)
     return {"": f"{attentions} attentions and {mlps} MLPs recognized"}
 
 
-SCHEDULES: dict[str, Callable[[slapo.Schedule], dict[str, str]]] = {"auto": _auto, "names": _by_names}
+SCHEDULES: dict[str, Callable[[slapo.Schedule], dict[str, str]]] = {
+    "auto": _auto,
+    "auto-sequence": _auto_sequence,
+    "names": _by_names,
+}
 """What schedules a model, and says what it left whole, and why."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -16,6 +16,7 @@ from slapo_models.auto.axes import PRODUCT, SUM, Axis
 from slapo_models.auto.candidates import Candidate, Step, local_shape
 from slapo_models.auto.placement import COPIES, Graph, LeftWhole
 from slapo_models.auto.recording import Call, Operator, Value, Watch, record, without_memory
+from slapo_models.auto.sequence import Region
 from slapo_models.auto.situations import Situation
 
 NAMES = {
@@ -27,6 +28,7 @@ NAMES = {
     "linear_cross_entropy": "loss.linear_cross_entropy",
 }
 _MOST_ATTEMPTS = 60
+Shapes = Callable[[Value, Call | None], tuple[int, ...]]
 
 
 class Mismatch(Exception):  # noqa: N818 - an answer, not an error
@@ -65,7 +67,7 @@ class Trial:
         self, model: nn.Module, mesh: Mapping[str, int], inputs: Any, graph: Graph, others: Sequence[Situation]
     ) -> None:
         self.schedule = slapo.create_schedule(without_memory(model), mesh=slapo.Mesh(mesh))
-        self._inputs, self._graph, self._ranks, self._others = inputs, graph, mesh["tp"], others
+        self._inputs, self._graph, self.ranks, self._others = inputs, graph, mesh["tp"], others
         self._attributes: dict[type, tuple[str, ...]] = {}
 
     def settle(
@@ -99,6 +101,31 @@ class Trial:
             if self._finish(kept, steps, failed):
                 self.schedule.undo(to=0)
                 return attributes, failed
+
+    def check(self, steps: Sequence[Step], regions: Sequence[Region], kept: Sequence[Candidate]) -> str | None:
+        """Run all steps with slices of the sequence; return the first difference.
+
+        Args:
+            steps: all of them.
+            regions: the slices in the recording and in each further situation.
+            kept: the splits.
+        """
+        situations = [(self._graph, self._inputs, True, [each.leaves for each in kept])]
+        situations += [(o.graph, o.inputs, o.training, [o.leaves[each] for each in kept]) for o in self._others]
+        try:
+            for step in steps:
+                if step.name == "linear_cross_entropy":  # its logits are never full
+                    step = Step(step.path, "sync", ("fwd_post", "all_gather"))
+                if step.name != "fork_rng":
+                    apply(self.schedule, step)
+        except SlapoError as error:
+            return " ".join(error.message.split())
+        for (graph, inputs, training, own), region in zip(situations, regions, strict=True):
+            leaves = frozenset(leaf for each in own for leaf in each)
+            mismatch = self._run_in(graph, inputs, leaves, training=training, shape=region.shape)
+            if mismatch is not None:
+                return mismatch.what
+        return None
 
     def _apply(
         self, kept: list[Candidate], steps: Mapping[Candidate, list[Step]], failed: dict[Candidate, str]
@@ -140,9 +167,11 @@ class Trial:
                 found = self._run_in(other.graph, other.inputs, leaves, training=other.training)
         return found
 
-    def _run_in(self, graph: Graph, inputs: Any, leaves: frozenset[Axis], *, training: bool) -> Mismatch | None:
+    def _run_in(
+        self, graph: Graph, inputs: Any, leaves: frozenset[Axis], *, training: bool, shape: Shapes | None = None
+    ) -> Mismatch | None:
         changed = {record.path for record in self.schedule.records if record.name == "tp.shard"}
-        watch = _Comparison(graph, leaves, self._ranks, changed)
+        watch = _Comparison(graph, leaves, self.ranks, changed, shape)
         try:
             record(self.schedule.model, inputs, watch, training=training)
         except Mismatch as mismatch:
@@ -196,7 +225,7 @@ class Trial:
         """Add the attributes one by one that bring the run further, or two at once."""
         module = self.schedule.model.get_submodule(call.path)
         cls, counts = type(module), {count for each in owners for count in each.counts}
-        names = _choices(module, counts, self._ranks)
+        names = _choices(module, counts, self.ranks)
         chosen: tuple[str, ...] = ()
         reached = mismatch.expected.index if mismatch.expected is not None else -1
         while True:
@@ -323,10 +352,14 @@ class _Comparison(Watch):
         leaves: that are split.
         ranks: that share them.
         changed: paths of modules whose forward a step changed.
+        shape: of a result of an operator, or of an output behind a call; None: of shards.
     """
 
-    def __init__(self, graph: Graph, leaves: frozenset[Axis], ranks: int, changed: set[str]) -> None:
+    def __init__(
+        self, graph: Graph, leaves: frozenset[Axis], ranks: int, changed: set[str], shape: Shapes | None = None
+    ) -> None:
         self._graph, self._leaves, self._ranks, self._changed = graph, leaves, ranks, changed
+        self._shape = shape or (lambda value, call: local_shape(value, leaves, ranks))
         self._positions: dict[Call, int] = {}
         self.running: Call | None = None
 
@@ -350,6 +383,8 @@ class _Comparison(Watch):
         self.running = call
         if call.path in self._changed or not self._graph.calls_of.get(call.path) or operator.name in COPIES:
             return
+        if operator.name.startswith("collective::"):
+            return
         reference = self._reference(call)
         position = self._positions.get(call, 0)
         while position < len(reference.operators) and reference.operators[position].name in COPIES:
@@ -361,7 +396,7 @@ class _Comparison(Watch):
         if _ALIKE.get(operator.name, operator.name) != _ALIKE.get(expected.name, expected.name):
             raise Mismatch(call, f"{operator.where} runs instead of {expected.where}")
         for own, other in zip(operator.results, expected.results, strict=False):
-            self._compare(call, own, other, operator.where)
+            self._compare(call, own, self._shape(other, None), operator.where)
         if operator.name not in _RESIZED and _scalars(operator) != _scalars(expected):
             raise Mismatch(call, f"{operator.where} gets another number")
         if operator.name in ("aten::slice", "aten::narrow") and not self._starts_alike(operator, expected):
@@ -373,13 +408,12 @@ class _Comparison(Watch):
         if len(call.outputs) != len(reference.outputs):
             raise Mismatch(call, "a module returns another number of tensors")
         for own, other in zip(call.outputs, reference.outputs, strict=True):
-            self._compare(call, own, other, f"the output of {type(call.module).__name__}")
+            self._compare(call, own, self._shape(other, reference), f"the output of {type(call.module).__name__}")
         rest = reference.operators[self._positions.get(call, 0) :]
         if call.path not in self._changed and any(operator.name not in COPIES for operator in rest):
             raise Mismatch(call, "fewer operators run than in the reference model")
 
-    def _compare(self, call: Call, own: Value, other: Value, where: str) -> None:
-        expected = local_shape(other, self._leaves, self._ranks)
+    def _compare(self, call: Call, own: Value, expected: tuple[int, ...], where: str) -> None:
         if own.shape != expected:
             raise Mismatch(call, f"{where} gives shape {own.shape} where the shard has {expected}")
 
