@@ -97,8 +97,8 @@ class InputHook:
     """Communicate a module's input, and in backward its gradient (forward pre-hook).
 
     Args:
-        op: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"split"``; ``"copy"`` passes the inputs unchanged, and sums
-            their gradients over the ranks.
+        op: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"split"``; ``"copy"`` passes the inputs
+            unchanged, and sums their gradients over the ranks.
         axis: the axis to gather or scatter.
         group: the ranks.
         path: of the module, for messages.

@@ -16,7 +16,7 @@ from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Recording, Value, record, without_memory
 from slapo_models.auto.report import AutoReport
-from slapo_models.auto.sequence import Plan, plan_sequence, with_sequence
+from slapo_models.auto.sequence import Plan, place_of, plan_sequence, with_sequence
 from slapo_models.auto.situations import Situation, further_situations
 from slapo_models.auto.trial import Trial, apply
 from slapo_models.auto.vocabulary import vocabularies
@@ -118,13 +118,18 @@ def _in_sequence(
     """Return the collectives of sequence parallelism, and all steps with them."""
     heads = [step.path for step in applied if step.arguments == ("bwd_post", "all_reduce")]
     heads = [path for path in heads if all(path not in each.placement.gradients for each in kept)]
-    plan, regions = plan_sequence(graph, kept, others, heads, trial.ranks)
-    found = with_sequence(plan, applied, graph)
-    if plan.scattered:
-        mismatch = trial.check(found, regions, kept)
-        if mismatch is not None:
-            plan.keep_all(mismatch)
-    return plan, found
+    full: dict[tuple[str, int], str] = {}
+    while True:
+        plan, regions = plan_sequence(graph, kept, others, heads, trial.ranks, full)
+        found = with_sequence(plan, applied, graph)
+        mismatch = trial.check(found, regions, kept) if plan.scattered else None
+        if mismatch is None:
+            return plan, found
+        place = place_of(mismatch.expected) if mismatch.expected is not None else None
+        if place is None or place in full:
+            plan.keep_all(mismatch.what)
+            return plan, found
+        full[place] = mismatch.what
 
 
 def _recorded(model: nn.Module, inputs: Any) -> Recording:

@@ -1,12 +1,13 @@
 """Sequence parallelism: which tensors between splits are slices of the sequence, and the steps that cut and gather.
 
-A sum over the ranks is reduce-scattered, and each rank goes on with its slice of the sequence, as long as operators work
-on each token by itself. It is gathered where a split begins, at whose input the gradient was summed before. A sum stays
-all-reduced where that cannot be proved.
+A sum over the ranks is reduce-scattered, and each rank goes on with its slice of the sequence, as long as operators
+work on each token by itself. It is gathered where a split begins, at whose input the gradient was summed before. A sum stays all-reduced where that
+cannot be proved.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from slapo_models.auto.situations import Situation
 
 FULL, SLICE, PARTIAL = "full", "slice", "partial"
+Place = tuple[str, int | str]  # the path of a module, and an argument or the position of an output
+Tried = tuple[str, str, int | str]
 _MOST_REPAIRS = 300
 _INDEXING = frozenset(("aten::alias", "aten::slice", "aten::narrow"))
 """Operators of an index, which may take other elements of the next batch."""
@@ -59,7 +62,7 @@ class _NeedsSliceError(Exception):
 class _WrongPlaceError(Exception):
     """A collective meets a tensor that it is not for."""
 
-    def __init__(self, key: tuple[str, str, int | str], value: Value) -> None:
+    def __init__(self, key: Tried, value: Value) -> None:
         super().__init__(f"another call of '{key[1]}' would need another collective")
         self.key, self.value = key, value
 
@@ -71,27 +74,31 @@ class Plan:
     Args:
         scattered: path of a module with a sum -> the axis to scatter.
         gathered: path and argument of a module with a split -> the axis to gather.
+        inside: path and argument where the gradient was summed -> those around it where the sequence is gathered.
         entered: path and argument -> the axis of a full tensor of which each rank takes its slice.
         left: path and position of an output -> the axis to gather.
         parameters: unsharded parameters that see slices: path and name.
         streams: paths of modules that use the RNG on slices.
         kept: path of a sum that stays an all-reduce -> the reason.
+        full: operators that a trial found to need the full sequence, by module and position -> the difference.
     """
 
     scattered: dict[str, int] = field(default_factory=dict)
-    gathered: dict[tuple[str, int | str], int] = field(default_factory=dict)
-    entered: dict[tuple[str, int | str], int] = field(default_factory=dict)
+    gathered: dict[Place, int] = field(default_factory=dict)
+    inside: dict[Place, Place] = field(default_factory=dict)
+    entered: dict[Place, int] = field(default_factory=dict)
     left: dict[tuple[str, int], int] = field(default_factory=dict)
     parameters: dict[tuple[str, str], None] = field(default_factory=dict)
     streams: dict[str, None] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
+    full: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def keep(self, path: str, reason: str) -> None:
         """Leave the sums of a module, and of those of repeated blocks like it, all-reduced; begin again."""
         for other in [each for each in self.scattered if kind_of(each) == kind_of(path)]:
             del self.scattered[other]
             self.kept[other] = reason
-        for places in (self.gathered, self.entered, self.left):
+        for places in (self.gathered, self.inside, self.entered, self.left):
             places.clear()  # type: ignore[attr-defined]
 
     def keep_all(self, reason: str) -> None:
@@ -103,6 +110,11 @@ class Plan:
 def kind_of(path: str) -> str:
     """Return a path without the numbers of repeated blocks."""
     return ".".join("*" if level.isdigit() else level for level in path.split("."))
+
+
+def place_of(operator: Operator) -> tuple[str, int]:
+    """Return an operator's module, without numbers of repeated blocks, and its position there."""
+    return kind_of(operator.call.path), operator.call.operators.index(operator)
 
 
 class Region:
@@ -137,6 +149,7 @@ class Region:
         self._axes: dict[Value, list[Axis]] = {}
         self._cuts: list[Axis] = []
         self._natural: dict[Value, str] = {}
+        self._seeing_slices: dict[Value, tuple[Value, Operator]] = {}  # full tensors with partial gradients
 
     # -- states of values ------------------------------------------------------------------------------------------
 
@@ -175,12 +188,15 @@ class Region:
         names = {argument_name(call, key) for key in keys}
         places = {(call.path, name) for name in names}
         entered, gathered = places & self._plan.entered.keys(), places & self._plan.gathered.keys()
-        if state == SLICE and not gathered and self._training and any(self._is_sink(call, key) for key in keys):
-            axis = self._axis_of(value)
-            if axis is None or any("." in str(key) for key in keys):
-                raise _NeedsFullError(value, None, f"{type(call.module).__name__} cannot gather its input")
-            self._plan.gathered.update(dict.fromkeys(places, axis))
-            gathered = places
+        if state == SLICE and not gathered and self._training and value not in call.outputs:
+            sinks = self._sinks_in(value, call)
+            if sinks:
+                axis = self._axis_of(value)
+                if axis is None or any("." in str(key) for key in keys):
+                    raise _NeedsFullError(value, None, f"{type(call.module).__name__} cannot gather its input")
+                self._plan.gathered.update(dict.fromkeys(places, axis))
+                self._plan.inside.update(dict.fromkeys(sinks - places, next(iter(places))))
+                gathered = places
         if not entered and not gathered:
             return state
         place = next(iter(entered or gathered))
@@ -193,11 +209,27 @@ class Region:
             raise _WrongPlaceError((kind, *place), value)
         return SLICE if entered else FULL
 
-    def _is_sink(self, call: Call, key: int | str) -> bool:
-        """Return whether the gradient of an argument is summed over the ranks."""
-        if not call.inputs[key].needs_gradient:
-            return False
-        return any(names is None or argument_name(call, key) in names for names in self._sinks.get(call.path, ()))
+    def _sinks_in(self, value: Value, call: Call) -> set[Place]:
+        """Return the arguments where the gradient of an input of a call is summed; none if not all of it is."""
+        found: set[Place] = set()
+        for use in value.uses:
+            if use.call.is_within(call):
+                inner = [each for each in use.call.chain() if each.is_within(call)]
+                places = [
+                    (each.path, argument_name(each, key)) for each in inner for key in self._summed_at(value, each)
+                ]
+                if not places:
+                    return set()
+                found.add(places[-1])
+        return found
+
+    def _summed_at(self, value: Value, call: Call) -> Iterator[int | str]:
+        """Yield the arguments of a call that are a value whose gradient is summed there."""
+        for key, each in call.inputs.items():
+            if each is value and value.needs_gradient:
+                names = self._sinks.get(call.path, ())
+                if any(own is None or argument_name(call, key) in own for own in names):
+                    yield key
 
     def _cut(self, value: Value, axis: int) -> None:
         axes = [Axis(size) for size in value.shape]
@@ -250,7 +282,7 @@ class Region:
             if self.state(value, None) == SLICE:
                 raise _NeedsFullError(value, None, "the model returns it")
         self._check_calls()
-        self._check_parameters()
+        self._check_gradients()
 
     def _run(self, operator: Operator, slices: list[Value], states: Mapping[Value, str]) -> None:
         def refuse(reason: str) -> _NeedsFullError:
@@ -263,6 +295,8 @@ class Region:
                 raise refuse(f"{operator.where} makes a partial sum of it")
             if value.changed_gradient or (value in self._passed_on and states.get(value, SLICE) == SLICE):
                 raise refuse(value.changed_gradient or f"{operator.where} has a partial gradient")
+        if self._plan.full and place_of(operator) in self._plan.full:
+            raise refuse(self._plan.full[place_of(operator)])
         local = {value: self._local(value, states[value]) for value in states}
         arguments = tree_map_only(Value, lambda value: local[value], operator.arguments)
         results = [Value(value.shape, value.dtype) for value in operator.results]
@@ -279,7 +313,7 @@ class Region:
             if state == FULL and position is not None:
                 raise _NeedsSliceError(value, position, operator, slices[0])
             if state == FULL and value.needs_gradient and any(each.needs_gradient for each in operator.results):
-                self._sum_parameter(operator, value, slices[0])
+                self._sum_gradient(operator, value, slices[0])
         for value, result in zip(operator.results, results, strict=True):
             if sum(self._has_cut(axis) for axis in result.axes) != 1:
                 raise refuse(f"{operator.where} gives a result without the sequence")
@@ -295,12 +329,22 @@ class Region:
         source = local[operator.arguments["self"]]
         return operator.name == "aten::alias" or self._has_cut(source.axes[operator.arguments.get("dim", 0)])
 
-    def _sum_parameter(self, operator: Operator, value: Value, other: Value) -> None:
-        own = next((name for path, name in value.names if path == operator.call.path), None)
-        if value.origin != PARAMETER or own is None:
-            what = "a parameter of another module" if value.origin == PARAMETER else "a tensor without the sequence"
-            raise _NeedsFullError(other, operator, f"the gradient of {what} is partial in {operator.where}")
-        self._plan.parameters[(operator.call.path, own)] = None
+    def _sum_gradient(self, operator: Operator, value: Value, other: Value) -> None:
+        """Sum the gradient of a full tensor that sees slices, at the parameters it is made from in the same module."""
+        if value.origin == PARAMETER:
+            own = next((name for path, name in value.names if path == operator.call.path), None)
+            if own is None:
+                raise _NeedsFullError(other, operator, f"{operator.where} reads a parameter of another module")
+            self._plan.parameters[(operator.call.path, own)] = None
+            return
+        if value.made_by is None or value.made_by.call is not operator.call or value.changed_gradient:
+            reason = f"the gradient of a tensor without the sequence is partial in {operator.where}"
+            raise _NeedsFullError(other, operator, reason)
+        if value not in self._seeing_slices:
+            self._seeing_slices[value] = (other, operator)
+            for each in value.made_by.inputs:
+                if each.needs_gradient:
+                    self._sum_gradient(value.made_by, each, other)
 
     def _check_calls(self) -> None:
         """Require that the collectives of a module fit each of its calls."""
@@ -312,6 +356,13 @@ class Region:
                 for key, value in call.inputs.items():
                     if argument_name(call, key) == name:
                         self.state(value, call)
+        for (path, name), around in self._plan.inside.items() if self._training else ():
+            for call in self._graph.calls_of[path]:
+                given = [value for key, value in call.inputs.items() if argument_name(call, key) == name]
+                outer = next((each for each in call.chain() if each.path == around[0]), call)
+                own = [value for key, value in outer.inputs.items() if argument_name(outer, key) == around[1]]
+                if not given or given != own:
+                    raise _WrongPlaceError(("inside", path, name), call.outputs[0])
         for path, position in self._plan.left:
             for call in self._graph.calls_of.get(path, ()):
                 value = call.outputs[position] if position < len(call.outputs) else None
@@ -319,17 +370,23 @@ class Region:
                     raise _WrongPlaceError(("left", path, position), call.outputs[0])
                 self.shape(value, call)
 
-    def _check_parameters(self) -> None:
-        """Require that a module reads a parameter whose gradient is summed with slices alone."""
+    def _check_gradients(self) -> None:
+        """Require that what sees slices sees nothing else: its gradient would be partial and complete."""
+        for value, (other, operator) in self._seeing_slices.items():
+            if not all(self._sees_slices(use) for use in value.uses):
+                raise _NeedsFullError(other, operator, f"a gradient is complete and partial in {operator.where}")
         for path, name in self._plan.parameters:
             value = self._graph.recording.values[f"{path}.{name}".lstrip(".")]
-            for use in value.uses:
-                if use.call.path == path and not any(self.state(each, use.call) == SLICE for each in use.inputs):
-                    raise _WrongPlaceError(("parameters", path, name), value)
+            if not all(self._sees_slices(use) for use in value.uses if use.call.path == path):
+                raise _WrongPlaceError(("parameters", path, name), value)
+
+    def _sees_slices(self, use: Operator) -> bool:
+        flowing = [value for value in use.results if value.needs_gradient]
+        return all(self._natural.get(value) == SLICE or value in self._seeing_slices for value in flowing)
 
     # -- repairs ---------------------------------------------------------------------------------------------------
 
-    def enter(self, error: _NeedsSliceError, tried: set[tuple[str, str, int | str]]) -> None:
+    def enter(self, error: _NeedsSliceError, tried: set[Tried]) -> None:
         """Cut a full tensor where it enters the outermost module in which it can be a slice."""
         value = error.value
         if value.shape[error.axis] % self._ranks == 0 and value.origin != PARAMETER:
@@ -345,7 +402,7 @@ class Region:
                 return
         self.gather(_NeedsFullError(error.other, error.use, str(error)), tried)
 
-    def gather(self, error: _NeedsFullError, tried: set[tuple[str, str, int | str]]) -> None:
+    def gather(self, error: _NeedsFullError, tried: set[Tried]) -> None:
         """Gather a slice behind the outermost module that returns it, or something that it was made from."""
         waiting: list[tuple[Value, Operator | None]] = [(error.value, error.use)]
         seen: set[Value] = {error.value}
@@ -370,7 +427,7 @@ class Region:
                     return
         self._plan.keep_all(error.reason)
 
-    def _leave(self, value: Value, use: Operator | None, tried: set[tuple[str, str, int | str]]) -> bool:
+    def _leave(self, value: Value, use: Operator | None, tried: set[Tried]) -> bool:
         assert value.made_by is not None
         axis = self._axis_of(value)
         for call in reversed(value.made_by.call.chain()):
@@ -378,6 +435,8 @@ class Region:
                 continue
             place = (call.path, call.outputs.index(value))
             if ("left", *place) in tried or call.path in self._summed or not self._has_split(call.path):
+                continue
+            if place[1] or (not call.path and len(call.outputs) > 1):  # which outputs follow depends on the call
                 continue
             tried.add(("left", *place))
             self._plan.left[place] = axis
@@ -395,7 +454,12 @@ class Region:
 
 
 def plan_sequence(
-    graph: Graph, splits: Sequence[Candidate], others: Sequence[Situation], heads: Sequence[str], ranks: int
+    graph: Graph,
+    splits: Sequence[Candidate],
+    others: Sequence[Situation],
+    heads: Sequence[str],
+    ranks: int,
+    full: Mapping[tuple[str, int], str],
 ) -> tuple[Plan, list[Region]]:
     """Find the slices of the sequence between splits.
 
@@ -405,17 +469,18 @@ def plan_sequence(
         others: further situations.
         heads: paths of vocabularies' heads with shards.
         ranks: that share the sequence.
+        full: see :class:`Plan`.
 
     Returns:
         the collectives, and the slices in the recording and in each further situation.
     """
-    plan = Plan()
+    plan = Plan(full=dict(full))
     for path, axis in _sums(graph, splits, ranks):
         if isinstance(axis, str):
             plan.kept[path] = axis
         else:
             plan.scattered[path] = axis
-    tried: set[tuple[str, str, int | str]] = set()
+    tried: set[Tried] = set()
     for _ in range(_MOST_REPAIRS):
         plan.parameters.clear()
         plan.streams.clear()
@@ -439,13 +504,14 @@ def plan_sequence(
                 return plan, regions
             continue
         plan.gathered.clear()
+        plan.inside.clear()
         if len(plan.scattered) < number:
             tried.clear()
     plan.keep_all("no arrangement of slices was found")
     return plan, []
 
 
-def _drop(plan: Plan, region: Region, error: _WrongPlaceError, tried: set[tuple[str, str, int | str]]) -> None:
+def _drop(plan: Plan, region: Region, error: _WrongPlaceError, tried: set[Tried]) -> None:
     """Take a collective back that does not fit, or what made the slice there."""
     kind, path, name = error.key
     place = (path, name)
@@ -482,23 +548,23 @@ def _sequence_axis(value: Value, ranks: int) -> int | str:
 
 
 def with_sequence(plan: Plan, steps: Iterable[Step], graph: Graph) -> list[Step]:
-    """Return the steps of splits with reduce-scatters and gathers in the place of all-reduces, and those for slices."""
+    """Return the steps of splits with reduce-scatters and gathers for all-reduces, and those for slices."""
     found: list[Step] = []
+    gathered: dict[str, None] = {}
     for step in steps:
         if step.arguments == ("fwd_post", "all_reduce") and step.path in plan.scattered:
             options = (("axis", plan.scattered[step.path]), *step.options)
-            found.append(Step(step.path, "sync", ("fwd_post", "reduce_scatter"), options,
-                              "its output is a partial sum, of which each rank keeps a slice of the sequence"))  # fmt: skip
+            reason = "its output is a partial sum, of which each rank keeps a slice of the sequence"
+            found.append(Step(step.path, "sync", ("fwd_post", "reduce_scatter"), options, reason))
         elif step.arguments == ("bwd_post", "all_reduce"):
-            found += _at_input(plan, step, graph)
+            found += _at_input(plan, step, graph, gathered)
         else:
             found.append(step)
     for (path, name), axis in plan.entered.items():
         options = (("axis", axis), *_inputs(graph, path, (name,)))
         found.append(Step(path, "sync", ("fwd_pre", "split"), options, "the sequence is cut from here on"))
     for (path, position), axis in plan.left.items():
-        (call, *_), floating = graph.calls_of[path], 0
-        floating = sum(value.dtype.is_floating_point for value in call.outputs)
+        floating = sum(value.dtype.is_floating_point for value in graph.calls_of[path][0].outputs)
         options = (("axis", axis), *((("outputs", (position,)),) if floating > 1 else ()))
         found.append(
             Step(path, "sync", ("fwd_post", "all_gather"), options, "the sequence is needed in full behind it")
@@ -510,36 +576,38 @@ def with_sequence(plan: Plan, steps: Iterable[Step], graph: Graph) -> list[Step]
         given = names[0] if len(names) == 1 else tuple(sorted(names, reverse=True))
         found.append(Step(path, "sync_gradient", (given,), (), "it is on every rank and sees a slice of the sequence"))
     forked = {step.path for step in found if step.name == "fork_rng"}
-    for path in plan.streams:
-        if path not in forked:
-            found.append(Step(path, "fork_rng", (), (), "it uses the RNG on a slice of the sequence"))
+    for path in plan.streams.keys() - forked:
+        found.append(Step(path, "fork_rng", (), (), "it uses the RNG on a slice of the sequence"))
     return found
 
 
-def _at_input(plan: Plan, step: Step, graph: Graph) -> Iterator[Step]:
+def _at_input(plan: Plan, step: Step, graph: Graph, gathered: dict[str, None]) -> Iterator[Step]:
     """Yield the gathers at a split's inputs, and the sums of gradients of its other inputs."""
     given = dict(step.options).get("inputs")
     if given is None:
-        calls = graph.calls_of[step.path]
-        given = tuple(
-            dict.fromkeys(
-                argument_name(c, key) for c in calls for key, value in c.inputs.items() if value.needs_gradient
-            )
-        )
-    gathered = tuple(name for name in given if (step.path, name) in plan.gathered)
-    if not gathered:
-        yield step
-        return
-    options = (("axis", plan.gathered[step.path, gathered[0]]), *_inputs(graph, step.path, gathered))
-    reason = "the sequence is gathered for its shards, which see a part of the gradient"
-    yield Step(step.path, "sync", ("fwd_pre", "all_gather"), options, reason)
-    rest = tuple(name for name in given if name not in gathered)
+        inputs = [(call, key) for call in graph.calls_of[step.path] for key, value in call.inputs.items()
+                  if value.needs_gradient]  # fmt: skip
+        given = tuple(dict.fromkeys(argument_name(call, key) for call, key in inputs))
+    own = [(step.path, name) for name in given]
+    for path in dict.fromkeys(
+        plan.inside.get(place, place)[0] for place in own if place in {*plan.inside, *plan.gathered}
+    ):
+        if path not in gathered:
+            gathered[path] = None
+            names = tuple(name for other, name in plan.gathered if other == path)
+            options = (("axis", plan.gathered[path, names[0]]), *_inputs(graph, path, names))
+            reason = "the sequence is gathered for its shards, which see a part of the gradient"
+            yield Step(path, "sync", ("fwd_pre", "all_gather"), options, reason)
+    rest = tuple(name for path, name in own if (path, name) not in {*plan.inside, *plan.gathered})
     if rest:
-        yield Step(step.path, step.name, step.arguments, (("inputs", rest),), step.reason)
+        yield (
+            step
+            if len(rest) == len(own)
+            else Step(step.path, step.name, step.arguments, (("inputs", rest),), step.reason)
+        )
 
 
 def _inputs(graph: Graph, path: str, names: tuple[int | str, ...]) -> tuple[tuple[str, tuple[int | str, ...]], ...]:
-    """Return ``inputs`` of ``sync``, where a module has other floating-point inputs."""
-    calls = graph.calls_of[path]
-    is_only = all(sum(each.dtype.is_floating_point for each in call.inputs.values()) == 1 for call in calls)
-    return () if is_only else (("inputs", names),)
+    """Return ``inputs`` of ``sync``, where a module may have others."""
+    forward = type(graph.calls_of[path][0].module).forward
+    return () if len(inspect.signature(forward).parameters) == 2 else (("inputs", names),)

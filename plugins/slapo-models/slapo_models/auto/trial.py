@@ -102,7 +102,7 @@ class Trial:
                 self.schedule.undo(to=0)
                 return attributes, failed
 
-    def check(self, steps: Sequence[Step], regions: Sequence[Region], kept: Sequence[Candidate]) -> str | None:
+    def check(self, steps: Sequence[Step], regions: Sequence[Region], kept: Sequence[Candidate]) -> Mismatch | None:
         """Run all steps with slices of the sequence; return the first difference.
 
         Args:
@@ -112,6 +112,7 @@ class Trial:
         """
         situations = [(self._graph, self._inputs, True, [each.leaves for each in kept])]
         situations += [(o.graph, o.inputs, o.training, [o.leaves[each] for each in kept]) for o in self._others]
+        self.schedule.undo(to=0)
         try:
             for step in steps:
                 if step.name == "linear_cross_entropy":  # its logits are never full
@@ -119,12 +120,12 @@ class Trial:
                 if step.name != "fork_rng":
                     apply(self.schedule, step)
         except SlapoError as error:
-            return " ".join(error.message.split())
+            return Mismatch(None, " ".join(error.message.split()))
         for (graph, inputs, training, own), region in zip(situations, regions, strict=True):
             leaves = frozenset(leaf for each in own for leaf in each)
             mismatch = self._run_in(graph, inputs, leaves, training=training, shape=region.shape)
             if mismatch is not None:
-                return mismatch.what
+                return mismatch
         return None
 
     def _apply(
@@ -171,6 +172,9 @@ class Trial:
         self, graph: Graph, inputs: Any, leaves: frozenset[Axis], *, training: bool, shape: Shapes | None = None
     ) -> Mismatch | None:
         changed = {record.path for record in self.schedule.records if record.name == "tp.shard"}
+        if shape is not None:  # a head that is tied to a vocabulary
+            nodes = self.schedule.root.walk()
+            changed |= {each.path for each in nodes if any(each.layout(name).is_sharded for name in each.parameters)}
         watch = _Comparison(graph, leaves, self.ranks, changed, shape)
         try:
             record(self.schedule.model, inputs, watch, training=training)
