@@ -16,7 +16,7 @@ from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Recording, Value, record, without_memory
 from slapo_models.auto.report import AutoReport
-from slapo_models.auto.sequence import Plan, place_of, plan_sequence, with_sequence
+from slapo_models.auto.sequence import Plan, plan_sequence, with_sequence
 from slapo_models.auto.situations import Situation, further_situations
 from slapo_models.auto.trial import Trial, apply
 from slapo_models.auto.vocabulary import vocabularies
@@ -118,18 +118,16 @@ def _in_sequence(
     """Return the collectives of sequence parallelism, and all steps with them."""
     heads = [step.path for step in applied if step.arguments == ("bwd_post", "all_reduce")]
     heads = [path for path in heads if all(path not in each.placement.gradients for each in kept)]
-    full: dict[tuple[str, int], str] = {}
+    plan: Plan | None = None
     while True:
-        plan, regions = plan_sequence(graph, kept, others, heads, trial.ranks, full)
+        plan, regions = plan_sequence(graph, kept, others, heads, trial.ranks, plan)
         found = with_sequence(plan, applied, graph)
         mismatch = trial.check(found, regions, kept) if plan.scattered else None
         if mismatch is None:
             return plan, found
-        place = place_of(mismatch.expected) if mismatch.expected is not None else None
-        if place is None or place in full:
+        if not plan.blame(mismatch.expected, regions, mismatch.what):
             plan.keep_all(mismatch.what)
             return plan, found
-        full[place] = mismatch.what
 
 
 def _recorded(model: nn.Module, inputs: Any) -> Recording:

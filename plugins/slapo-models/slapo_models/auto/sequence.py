@@ -1,8 +1,8 @@
 """Sequence parallelism: which tensors between splits are slices of the sequence, and the steps that cut and gather.
 
 A sum over the ranks is reduce-scattered, and each rank goes on with its slice of the sequence, as long as operators
-work on each token by itself. It is gathered where a split begins, at whose input the gradient was summed before. A sum stays all-reduced where that
-cannot be proved.
+work on each token by itself. It is gathered where a split begins, at whose input the gradient was summed before. A sum
+stays all-reduced where that cannot be proved.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Plan:
         streams: paths of modules that use the RNG on slices.
         kept: path of a sum that stays an all-reduce -> the reason.
         full: operators that a trial found to need the full sequence, by module and position -> the difference.
+        refused: places where a trial found that the sequence cannot be cut.
     """
 
     scattered: dict[str, int] = field(default_factory=dict)
@@ -92,6 +93,27 @@ class Plan:
     streams: dict[str, None] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     full: dict[tuple[str, int], str] = field(default_factory=dict)
+    refused: set[Tried] = field(default_factory=set)
+
+    def blame(self, operator: Operator | None, regions: Sequence[Region], difference: str) -> bool:
+        """Find what a trial refutes; return whether another plan may be right.
+
+        Args:
+            operator: of the reference model, where the trial differs.
+            regions: the slices that were tried.
+            difference: the reason.
+        """
+        if operator is None:
+            return False
+        if any(region.makes_slices(operator) for region in regions):
+            place = place_of(operator)
+            is_new = place not in self.full
+            self.full[place] = difference
+            return is_new
+        paths = {call.path for call in operator.call.chain()}  # sizes of a slice may be read there
+        found: set[Tried] = {("entered", path, name) for path, name in self.entered if path in paths}
+        self.refused |= found
+        return bool(found)
 
     def keep(self, path: str, reason: str) -> None:
         """Leave the sums of a module, and of those of repeated blocks like it, all-reduced; begin again."""
@@ -443,6 +465,10 @@ class Region:
             return True
         return False
 
+    def makes_slices(self, operator: Operator) -> bool:
+        """Return whether an operator runs on slices."""
+        return any(self._natural.get(value) == SLICE for value in operator.results)
+
     def _has_split(self, path: str) -> bool:
         prefix = f"{path}." if path else ""
         return any(
@@ -459,7 +485,7 @@ def plan_sequence(
     others: Sequence[Situation],
     heads: Sequence[str],
     ranks: int,
-    full: Mapping[tuple[str, int], str],
+    before: Plan | None = None,
 ) -> tuple[Plan, list[Region]]:
     """Find the slices of the sequence between splits.
 
@@ -469,22 +495,22 @@ def plan_sequence(
         others: further situations.
         heads: paths of vocabularies' heads with shards.
         ranks: that share the sequence.
-        full: see :class:`Plan`.
+        before: a plan that a trial refuted.
 
     Returns:
         the collectives, and the slices in the recording and in each further situation.
     """
-    plan = Plan(full=dict(full))
+    plan = Plan() if before is None else Plan(full=before.full, refused=before.refused)
     for path, axis in _sums(graph, splits, ranks):
         if isinstance(axis, str):
             plan.kept[path] = axis
         else:
             plan.scattered[path] = axis
-    tried: set[Tried] = set()
+    tried = set(plan.refused)
     for _ in range(_MOST_REPAIRS):
         plan.parameters.clear()
         plan.streams.clear()
-        before, number = dict(plan.gathered), len(plan.scattered)
+        gathered, number = dict(plan.gathered), len(plan.scattered)
         regions = [Region(graph, {each: each.leaves for each in splits}, plan, heads, ranks, training=True)]
         regions += [
             Region(other.graph, {each: other.leaves[each] for each in splits}, plan, heads, ranks, training=False)
@@ -500,13 +526,13 @@ def plan_sequence(
         except _WrongPlaceError as error:
             _drop(plan, region, error, tried)
         else:
-            if before == plan.gathered:
+            if gathered == plan.gathered:
                 return plan, regions
             continue
         plan.gathered.clear()
         plan.inside.clear()
         if len(plan.scattered) < number:
-            tried.clear()
+            tried = set(plan.refused)
     plan.keep_all("no arrangement of slices was found")
     return plan, []
 
