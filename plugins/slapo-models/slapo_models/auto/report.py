@@ -16,7 +16,7 @@ class AutoReport:
         split: paths of the parameters that are split.
         left_whole: path of a matrix that every rank has in full -> the reason.
         assumptions: about values that the recorded forward read.
-        notes: about kernels, stages and checkpoints.
+        notes: about kernels, stages and checkpoints, and where transformers' plan differs.
         scattered: with ``sequence_parallel``, paths of modules whose sums are reduce-scattered along the sequence.
         all_reduced: with ``sequence_parallel``, path of a module whose sum stays all-reduced -> the reason.
     """
@@ -30,21 +30,22 @@ class AutoReport:
 
     def __str__(self) -> str:
         lines = [f"split: {len(self.split)} parameters; left whole: {len(self.left_whole)} matrices"]
-        lines += _by_reason("left whole", self.left_whole)
+        lines += [f"  {each}" for each in by_reason("left whole", self.left_whole)]
         if self.scattered or self.all_reduced:
             sums = len(self.scattered) + len(self.all_reduced)
             lines.append(f"sequence parallel: {len(self.scattered)} of {sums} sums are reduce-scattered")
-            lines += _by_reason("all-reduced", self.all_reduced)
+            lines += [f"  {each}" for each in by_reason("all-reduced", self.all_reduced)]
         lines += [f"  assumption: {each}" for each in self.assumptions]
         lines += [f"  {each}" for each in self.notes]
         return "\n".join(lines)
 
 
-def _by_reason(title: str, reasons: Mapping[str, str]) -> list[str]:
+def by_reason(title: str, reasons: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason, with its paths."""
     found: dict[str, list[str]] = {}
     for path, reason in reasons.items():
         found.setdefault(reason, []).append(path)
-    return [f"  {title}: {_folded(paths)}: {reason}" for reason, paths in found.items()]
+    return [f"{title}: {_folded(paths)}: {reason}" for reason, paths in found.items()]
 
 
 def _folded(paths: list[str]) -> str:

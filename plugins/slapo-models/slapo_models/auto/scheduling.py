@@ -12,6 +12,7 @@ from slapo_core.internals import caller_location
 from slapo_models.auto.axes import Axis
 from slapo_models.auto.candidates import Candidate, Step, Together, candidates, prove, steps
 from slapo_models.auto.finish import finish
+from slapo_models.auto.hints import compared
 from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Recording, Value, record, without_memory
@@ -42,7 +43,7 @@ def schedule_automatically(
     if sch.records:
         raise ArgumentError(f"the schedule has {len(sch.records)} steps", hint="call auto first, then add steps")
     split = functools.partial(split_tensors, sequence_parallel=sequence_parallel)
-    report = split(sch, inputs)
+    report = compared(split(sch, inputs), sch)
     return replace(report, notes=(*report.notes, *finish(sch, inputs, split=split, memory=memory, kernels=kernels)))
 
 

@@ -82,6 +82,7 @@ class Plan:
         kept: path of a sum that stays an all-reduce -> the reason.
         full: operators that a trial found to need the full sequence, by module and position -> the difference.
         refused: places where a trial found that the sequence cannot be cut.
+        lost: places where it was cut before -> why it is not.
     """
 
     scattered: dict[str, int] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class Plan:
     kept: dict[str, str] = field(default_factory=dict)
     full: dict[tuple[str, int], str] = field(default_factory=dict)
     refused: set[Tried] = field(default_factory=set)
+    lost: dict[Place, str] = field(default_factory=dict)
 
     def blame(self, operator: Operator | None, regions: Sequence[Region], difference: str) -> bool:
         """Find what a trial refutes; return whether another plan may be right.
@@ -305,6 +307,7 @@ class Region:
                 raise _NeedsFullError(value, None, "the model returns it")
         self._check_calls()
         self._check_gradients()
+        self._check_streams()
 
     def _run(self, operator: Operator, slices: list[Value], states: Mapping[Value, str]) -> None:
         def refuse(reason: str) -> _NeedsFullError:
@@ -406,15 +409,25 @@ class Region:
         flowing = [value for value in use.results if value.needs_gradient]
         return all(self._natural.get(value) == SLICE or value in self._seeing_slices for value in flowing)
 
+    def _check_streams(self) -> None:
+        """Leave out streams of modules that use the RNG on full tensors besides."""
+        for operator in self._graph.random:
+            values = (*operator.inputs, *operator.results)
+            is_sharded = any(not self._leaves.isdisjoint(self._graph.leaves(value)) for value in values)
+            if not is_sharded and not self.makes_slices(operator):
+                for call in operator.call.chain():
+                    self._plan.streams.pop(call.path, None)
+
     # -- repairs ---------------------------------------------------------------------------------------------------
 
     def enter(self, error: _NeedsSliceError, tried: set[Tried]) -> None:
         """Cut a full tensor where it enters the outermost module in which it can be a slice."""
-        value = error.value
+        value, reason = error.value, str(error)
         if value.shape[error.axis] % self._ranks == 0 and value.origin != PARAMETER:
             for call in reversed(error.use.call.chain()):
                 keys = [key for key, each in call.inputs.items() if each is value]
                 place = (call.path, argument_name(call, keys[0])) if len(keys) == 1 else ("", 0)
+                reason = self._plan.lost.get(place, reason)
                 if len(keys) != 1 or "." in str(keys[0]) or ("entered", *place) in tried or value in call.outputs:
                     continue
                 if not self._has_split(call.path) or place in self._plan.gathered:
@@ -422,7 +435,7 @@ class Region:
                 tried.add(("entered", *place))
                 self._plan.entered[place] = error.axis
                 return
-        self.gather(_NeedsFullError(error.other, error.use, str(error)), tried)
+        self.gather(_NeedsFullError(error.other, error.use, reason), tried)
 
     def gather(self, error: _NeedsFullError, tried: set[Tried]) -> None:
         """Gather a slice behind the outermost module that returns it, or something that it was made from."""
@@ -446,6 +459,7 @@ class Region:
             for place in list(self._plan.entered):
                 if any(value in call.inputs.values() for call in self._graph.calls_of.get(place[0], ())):
                     del self._plan.entered[place]
+                    self._plan.lost[place] = error.reason
                     return
         self._plan.keep_all(error.reason)
 
