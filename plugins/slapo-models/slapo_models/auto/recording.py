@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,7 +238,7 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None, *, trainin
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put the attributes, parameters and buffers of modules back, which a forward may set."""
-    before = [
+    before: list[tuple[nn.Module, dict[str, Any], list[tuple[MutableMapping[str, Any], dict[str, Any]]]]] = [
         (module, dict(vars(module)), [(own, dict(own)) for own in (parameters_of(module), buffers_of(module))])
         for module in model.modules()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,13 @@ from slapo_core.internals import caller_location
 from slapo_models.auto.axes import Axis
 from slapo_models.auto.candidates import Candidate, Step, Together, candidates, prove, steps
 from slapo_models.auto.finish import finish
+from slapo_models.auto.hints import compared
 from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Recording, Value, record, without_memory
 from slapo_models.auto.report import AutoReport
-from slapo_models.auto.situations import further_situations
+from slapo_models.auto.sequence import Plan, plan_sequence, with_sequence
+from slapo_models.auto.situations import Situation, further_situations
 from slapo_models.auto.trial import Trial, apply
 from slapo_models.auto.vocabulary import vocabularies
 
@@ -31,6 +34,7 @@ def schedule_automatically(
     *,
     memory: int | str | None,
     kernels: bool | Sequence[str],
+    sequence_parallel: bool = False,
 ) -> AutoReport:
     """Apply the steps: see :func:`slapo_models.auto`."""
     inputs = sch.example_inputs if example_inputs is None else example_inputs
@@ -38,14 +42,13 @@ def schedule_automatically(
         raise ArgumentError("auto needs one batch", hint="auto(sch, batch), or create_schedule(..., example_inputs=)")
     if sch.records:
         raise ArgumentError(f"the schedule has {len(sch.records)} steps", hint="call auto first, then add steps")
-    report = split_tensors(sch, inputs)
-    return replace(
-        report, notes=(*report.notes, *finish(sch, inputs, split=split_tensors, memory=memory, kernels=kernels))
-    )
+    split = functools.partial(split_tensors, sequence_parallel=sequence_parallel)
+    report = compared(split(sch, inputs), sch)
+    return replace(report, notes=(*report.notes, *finish(sch, inputs, split=split, memory=memory, kernels=kernels)))
 
 
-def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
-    """Apply the steps of tensor parallelism."""
+def split_tensors(sch: slapo.Schedule, inputs: Any, *, sequence_parallel: bool = False) -> AutoReport:
+    """Apply the steps of tensor parallelism, and of sequence parallelism where asked for."""
     ranks = sch.mesh.size("tp") if sch.mesh is not None and "tp" in sch.mesh else 1
     if ranks == 1:
         return AutoReport((), {}, (), ("mesh_dim 'tp' has one rank: nothing to split",))
@@ -94,11 +97,38 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
             for step in found:
                 apply(sch, step, location)
             taken.add(value)
+            applied += found
         except SlapoError as error:
             sch.undo(to=before)
             reasons[value] = " ".join(error.message.split())
     recording.assumptions.update(assumptions)
-    return _report(recording, taken, reasons, failures, ranks)
+    report = _report(recording, taken, reasons, failures, ranks)
+    if not sequence_parallel:
+        return report
+    plan, in_sequence = _in_sequence(graph, [each for each in proved if each not in failed], others, applied, trial)
+    if plan.scattered:
+        sch.undo(to=0)
+        for step in in_sequence:
+            apply(sch, step, location)
+    return replace(report, scattered=tuple(plan.scattered), all_reduced=plan.kept)
+
+
+def _in_sequence(
+    graph: Graph, kept: list[Candidate], others: list[Situation], applied: list[Step], trial: Trial
+) -> tuple[Plan, list[Step]]:
+    """Return the collectives of sequence parallelism, and all steps with them."""
+    heads = [step.path for step in applied if step.arguments == ("bwd_post", "all_reduce")]
+    heads = [path for path in heads if all(path not in each.placement.gradients for each in kept)]
+    plan: Plan | None = None
+    while True:
+        plan, regions = plan_sequence(graph, kept, others, heads, trial.ranks, plan)
+        found = with_sequence(plan, applied, graph)
+        mismatch = trial.check(found, regions, kept) if plan.scattered else None
+        if mismatch is None:
+            return plan, found
+        if not plan.blame(mismatch.expected, regions, mismatch.what):
+            plan.keep_all(mismatch.what)
+            return plan, found
 
 
 def _recorded(model: nn.Module, inputs: Any) -> Recording:
