@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import Mesh, create_schedule
 from slapo_core.errors import ArgumentError, SlapoError
 from slapo_core.internals import caller_location
 from slapo_models.auto.axes import Axis
@@ -14,6 +15,7 @@ from slapo_models.auto.finish import finish
 from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Recording, Value, record, without_memory
+from slapo_models.auto.repetition import Plan, Repetition, Split
 from slapo_models.auto.report import AutoReport
 from slapo_models.auto.situations import further_situations
 from slapo_models.auto.trial import Trial, apply
@@ -53,6 +55,29 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
     location = caller_location("slapo_models")
     copied = without_memory(sch.model)
     recording = _recorded(copied, inputs)
+    repetition = Repetition.of(copied, inputs, recording)
+    if repetition is not None:
+        few = create_schedule(without_memory(repetition.model), mesh=Mesh(sch.mesh.sizes), example_inputs=inputs)
+        plan = repetition.expanded(_plan(few, repetition.model, repetition.recording, inputs, None))
+        if plan is not None:
+            for step in plan.steps:
+                apply(sch, step, location)
+            return plan.report
+    return _plan(sch, copied, recording, inputs, location).report
+
+
+def _plan(sch: slapo.Schedule, copied: nn.Module, recording: Recording, inputs: Any, location: str | None) -> Plan:
+    """Find the steps of tensor parallelism, and apply them.
+
+    Args:
+        sch: the schedule.
+        copied: its model, without memory.
+        recording: of it.
+        inputs: one batch.
+        location: of the steps.
+    """
+    assert sch.mesh is not None
+    ranks = sch.mesh.size("tp")
     graph = Graph(recording, infer(recording))
     others, assumptions = further_situations(copied, inputs, graph)
     reasons: dict[Value, str] = {}
@@ -79,12 +104,14 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
     for each, text in failed.items():
         taken.difference_update(each.members)
         reasons.update(dict.fromkeys(each.members, text))
-    applied: list[Step] = []
-    for each in proved:
-        if each not in failed:
-            applied += [*own[each], *attributes[each]]
-    for step in applied:
+    splits = tuple(
+        Split(tuple(map(_path, each.members)), each.elements, (*own[each], *attributes[each]))
+        for each in proved
+        if each not in failed
+    )
+    for step in (step for split in splits for step in split.steps):
         apply(sch, step, location)
+    vocabulary: list[Step] = []
     for value, found in vocabularies(graph):
         if isinstance(found, LeftWhole) or together.leaves_partial(value):
             reasons[value] = str(found) if isinstance(found, LeftWhole) else "the gradient of its rows is partial"
@@ -94,11 +121,12 @@ def split_tensors(sch: slapo.Schedule, inputs: Any) -> AutoReport:
             for step in found:
                 apply(sch, step, location)
             taken.add(value)
+            vocabulary += found
         except SlapoError as error:
             sch.undo(to=before)
             reasons[value] = " ".join(error.message.split())
     recording.assumptions.update(assumptions)
-    return _report(recording, taken, reasons, failures, ranks)
+    return Plan(splits, tuple(vocabulary), _report(recording, taken, reasons, failures, ranks))
 
 
 def _recorded(model: nn.Module, inputs: Any) -> Recording:
@@ -119,12 +147,16 @@ def _report(
 ) -> AutoReport:
     split, left = [], {}
     for value in dict.fromkeys(recording.values.values()):
-        path = ".".join(filter(None, value.names[0]))
+        path = _path(value)
         if value in taken:
             split.append(path)
         elif value.origin == PARAMETER and len(value.shape) > 1:
             left[path] = reasons.get(value) or _reason(value, failures, ranks)
     return AutoReport(tuple(split), left, tuple(recording.assumptions))
+
+
+def _path(value: Value) -> str:
+    return ".".join(filter(None, value.names[0]))
 
 
 def _reason(value: Value, failures: dict[Axis, str], ranks: int) -> str:
