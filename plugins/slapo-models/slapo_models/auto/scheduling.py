@@ -141,9 +141,8 @@ def _plan(
     plan = Plan(splits, tuple(vocabulary), _report(recording, taken, reasons, failures, ranks))
     if not sequence_parallel:
         return plan
-    slices, in_sequence = _in_sequence(
-        graph, [each for each in proved if each not in failed], others, plan.steps, trial
-    )
+    kept = [each for each in proved if each not in failed]
+    slices, in_sequence = _in_sequence(graph, kept, others, list(plan.steps), trial)
     if slices.scattered:
         sch.undo(to=0)
         for step in in_sequence:
