@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py --minutes 3 --out DIR              on a machine with a GPU
     python benchmarks/gpu.py --small --minutes 10 --out DIR     tiny sizes, also on a CPU: whether it runs at all
-    python benchmarks/gpu.py --page                             docs/gpu.md, of benchmarks/results/gpu_*.json
+    python benchmarks/gpu.py --page                             docs/results/gpu.md, of benchmarks/results/gpu_*.json
 
 The parts run one after another, the most valuable first, each in a process of its own that writes
 ``DIR/gpu_<part>.json`` as soon as it has something, and again and again. A part has its share of the minutes that are
@@ -33,7 +33,7 @@ import torch
 from report import RESULTS, save
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "results" / "gpu.md"
 Row = Mapping[str, Any]
 COMPLETE = "complete"
 
@@ -318,7 +318,7 @@ def in_process(options: argparse.Namespace, part: str, seconds: float) -> str:
 
 
 def page(directory: Path) -> str:
-    """docs/gpu.md, of the results in a directory."""
+    """docs/results/gpu.md, of the results in a directory."""
     lines = [
         "# On a GPU",
         "",
@@ -385,7 +385,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compiler", help="backend of torch.compile (default: inductor; aot_eager with --small)")
     parser.add_argument("--commit", default=None, help="of this code (default: as git says)")
     parser.add_argument("--again", action="store_true", help="also parts that are complete")
-    parser.add_argument("--page", action="store_true", help="only write docs/gpu.md")
+    parser.add_argument("--page", action="store_true", help="only write docs/results/gpu.md")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

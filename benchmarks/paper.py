@@ -5,7 +5,7 @@ Trained are smaller models on this machine's ranks (gloo): each step of the abla
 DistributedDataParallel, DTensor's ``parallelize_module``, DeepSpeed, and Megatron-core's own layers. All take the same
 samples, steps are taken in turn, and their losses are compared.
 
-    python benchmarks/paper.py                        # what is not in results/paper.json yet; writes docs/paper.md
+    python benchmarks/paper.py                        # the rest of results/paper.json; writes docs/results/paper.md
     python benchmarks/paper.py --only llama --again   # one model, measured again
     python benchmarks/paper.py --parts predicted      # without training: may run on a busy machine
     python benchmarks/paper.py --small                # tiny models, two rounds: whether it runs; nothing is kept
@@ -38,7 +38,7 @@ from slapo_estimate.device import DeviceSpec, Link
 from slapo_testing import preload_modules, run_ranks
 
 RESULT = RESULTS / "paper.json"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "paper.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "paper.md"
 CLOSE = 1e-4  # how far losses may be apart, of the first one: float32 sums in another order
 MICROBATCHES = 4
 
@@ -132,7 +132,7 @@ def _results(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any
 
 
 def page(known: Document) -> str:
-    """docs/paper.md, of what is known."""
+    """docs/results/paper.md, of what is known."""
     sections = ("The paper's evaluation", _INTRODUCTION, *_lines(), *_predictions(known), *_measurements(known))
     return "# " + "\n\n".join(section.strip() for section in sections) + "\n"
 
@@ -162,7 +162,7 @@ def _lines() -> Iterator[str]:
 def _predictions(known: Document) -> Iterator[str]:
     yield "## Predicted on the paper's machines"
     yield (
-        f"{V100.name}, by the roofline of [estimates](estimates.md): what a step cannot take less than, at peak "
+        f"{V100.name}, by the roofline of [estimates](../how/estimates.md): what a step cannot take less than, at peak "
         "rates; fused regions count as their operations. Parameters, gradients and AdamW's state are float16 "
         "(WideResNet: float32). Every step of the ablation takes 8 samples, so that times can be compared; that less "
         "memory allows a larger batch is not in them. `speed` is against vanilla on one GPU. Traffic is what a rank "
@@ -245,7 +245,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", default=["predicted", *TRAINED], choices=["predicted", *TRAINED])
     parser.add_argument("--rounds", type=int, help="steps of each system, in turn (default: 20)")
     parser.add_argument("--again", action="store_true", help="also what is known")
-    parser.add_argument("--page", action="store_true", help="only write docs/paper.md, of what is known")
+    parser.add_argument("--page", action="store_true", help="only write docs/results/paper.md, of what is known")
     parser.add_argument("--small", action="store_true", help="tiny models, nothing compiled; nothing is kept")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (2 if options.small else 20)

@@ -1,6 +1,6 @@
 """The errors, one small class per mistake, and the words that their messages share.
 
-This module imports nothing of slapo, so that every layer may raise from it. `docs/errors.md` is generated
+This module imports nothing of slapo, so that every layer may raise from it. `docs/reference/errors.md` is generated
 from the docstrings below: the first paragraph says *when*, the paragraph starting with "What to do:" says what
 to do.
 """

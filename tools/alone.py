@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.clean import CleanEnvironment, build_wheels  # noqa: E402
 from tools.distributions import CORE, distributions  # noqa: E402
 
-SHARED = ("conftest.py", "pyproject.toml", "README.md", "docs/*.md", "tests/*.py", "tests/*.json", "tests/*.txt")
+SHARED = ("conftest.py", "pyproject.toml", "README.md", "docs/*/*.md", "tests/*.py", "tests/*.json", "tests/*.txt")
 
 
 @dataclass(frozen=True)

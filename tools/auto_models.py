@@ -2,7 +2,7 @@
 
 python tools/auto_models.py "causal: llama" "other: vit"     # these, on 2 ranks
 python tools/auto_models.py --all --json a.json              # everything, on 2 ranks (about 40 minutes on 2 cores)
-python tools/auto_models.py --all --ranks 2 4 --json a.json --write docs/auto_matrix.md
+python tools/auto_models.py --all --ranks 2 4 --json a.json --write docs/results/auto_matrix.md
 
 What a.json holds already is not run again: a run that was stopped goes on. --retry runs again what was not equal, or
 split for less than three quarters. Delete the file to start again.

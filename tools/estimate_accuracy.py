@@ -1,7 +1,7 @@
 """Hold predicted peaks of memory against torch's MemTracker on real tensors, over a hundred schedules.
 
 python tools/estimate_accuracy.py llama resnet          # these families
-python tools/estimate_accuracy.py --all --write docs/estimate_accuracy.md    # everything (3 minutes of one core)
+python tools/estimate_accuracy.py --all --write docs/results/estimate_accuracy.md    # everything (3 minutes)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that follow from the sources: hooks.md, errors.md, cli.md and reference.md.
+"""Write docs/reference from the sources: a page for each distribution, hooks.md, errors.md and cli.md.
 
 python tools/generate_docs.py           write them
 python tools/generate_docs.py --check   exit 1 with a diff if they are out of date
@@ -16,12 +16,12 @@ from types import ModuleType
 
 import pluggy
 from docstring_markdown import sections, tidy
-from reference_page import reference_page as make_reference_page
+from reference_page import reference_pages
 
 from slapo_core import errors, hookspecs
 from slapo_core.plugins import current_registry
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "<!-- Made by tools/generate_docs.py; change the docstrings in {source} instead. -->\n"
 
 
@@ -114,12 +114,10 @@ def _tree(cls: type, depth: int = 0) -> Iterator[str]:
             yield from _tree(child, depth + 1)
 
 
-def reference_page() -> str:
-    """Every public name."""
-    return make_reference_page(NOTE.format(source="the sources"))
-
-
-PAGES = {"hooks.md": hooks_page, "errors.md": errors_page, "cli.md": cli_page, "reference.md": reference_page}
+def pages() -> dict[str, str]:
+    """Every page by its name in docs/reference."""
+    made = {"hooks.md": hooks_page(), "errors.md": errors_page(), "cli.md": cli_page()}
+    return made | reference_pages(NOTE.format(source="the sources"))
 
 
 def main() -> int:
@@ -128,14 +126,16 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page is out of date")
     check = parser.parse_args().check
     stale = False
-    for name, page in PAGES.items():
-        path, text = DOCS / name, page()
+    for name, text in pages().items():
+        path = DOCS / name
         old = path.read_text("utf-8") if path.exists() else ""
         if not check:
             path.write_text(text, "utf-8")
         elif old != text:
             stale = True
-            diff = difflib.unified_diff(old.splitlines(True), text.splitlines(True), f"docs/{name}", "from the sources")
+            diff = difflib.unified_diff(
+                old.splitlines(True), text.splitlines(True), f"docs/reference/{name}", "from the sources"
+            )
             sys.stdout.writelines(diff)
     if stale:
         print("error: docs are out of date\n  hint: python tools/generate_docs.py", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 python tools/host_versions.py oldest     # the lower bounds that the two distributions require
 python tools/host_versions.py newest     # what pip takes within them
-python tools/host_versions.py            # write docs/host_versions.md again, from docs/host_versions.json
+python tools/host_versions.py            # write docs/results/host_versions.md again, from the .json
 
 An environment has the hosts and what they require, over the packages of the one that runs this, and is removed. All
 tests run, breadth included.
@@ -29,8 +29,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.torch_versions import ROOT, Row, call, run_tests
 
-ROWS = ROOT / "docs" / "host_versions.json"
-PAGE = ROOT / "docs" / "host_versions.md"
+ROWS = ROOT / "docs" / "results" / "host_versions.json"
+PAGE = ROOT / "docs" / "results" / "host_versions.md"
 SUITE = ("plugins/slapo-transformers/tests", "plugins/slapo-lightning/tests")
 HOSTS = ("transformers", "accelerate", "trl", "peft", "lightning")
 _FACTS = """

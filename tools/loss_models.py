@@ -1,7 +1,7 @@
 """Take the loss of transformers' models from hidden states by one line, and compare with the plain models.
 
 python tools/loss_models.py causal/llama masked/bert           # these
-python tools/loss_models.py --all --json m.json --write docs/loss_matrix.md
+python tools/loss_models.py --all --json m.json --write docs/results/loss_matrix.md
 
 What m.json holds already is not run again: a run that was stopped goes on. Delete the file to start anew.
 """

@@ -1,7 +1,7 @@
 """Train scheduled models by Megatron-core on real ranks, and compare each with the reference model in one process.
 
 python tools/megatron_matrix.py --family bert --only "dp 2, tp 2"   # these
-python tools/megatron_matrix.py --json m.json --write docs/megatron_matrix.md
+python tools/megatron_matrix.py --json m.json --write docs/results/megatron_matrix.md
 
 What m.json holds already is not run again: a run that was stopped goes on. Delete the file to start anew.
 """

@@ -2,7 +2,7 @@
 
 python tools/model_zoo.py bert gpt2           # these
 python tools/model_zoo.py --all               # everything (about 20 minutes on 2 cores)
-python tools/model_zoo.py --all --json z.json --write docs/models.md
+python tools/model_zoo.py --all --json z.json --write docs/results/models.md
 
 What z.json holds already is not run again: a run that was stopped goes on. Delete the file to start anew.
 """

@@ -1,6 +1,6 @@
 """Hold primitives in any order against the reference model: every ordered pair of them, and schedules drawn at random.
 
-python tools/orders.py --pairs --draws 2000 --json orders.jsonl --write docs/orders.md
+python tools/orders.py --pairs --draws 2000 --json orders.jsonl --write docs/results/orders.md
 python tools/orders.py --draws 200 --seed 5000 --tp 2        # other ones, on two ranks only
 
 What orders.jsonl holds already is not run again: a run that was stopped goes on. Delete the file to start anew.

@@ -1,7 +1,7 @@
 """Train cut models on real ranks under every schedule, and compare each with the reference model in one process.
 
 python tools/pipeline_matrix.py --family bert --family t5   # these
-python tools/pipeline_matrix.py --json m.json --write docs/pipeline_matrix.md
+python tools/pipeline_matrix.py --json m.json --write docs/results/pipeline_matrix.md
 
 What m.json holds already is not run again: a run that was stopped goes on. Delete the file to start anew.
 """

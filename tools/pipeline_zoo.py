@@ -2,7 +2,7 @@
 
 python tools/pipeline_zoo.py --only bert gpt2     # these
 python tools/pipeline_zoo.py --json p.json        # everything (about 15 minutes of one core)
-python tools/pipeline_zoo.py --json p.json --column docs/models.md
+python tools/pipeline_zoo.py --json p.json --column docs/results/models.md
 
 What p.json holds already is not run again: a run that was stopped goes on. Delete the file to start anew, or the rows
 that are to be run again: --again FAILED refused.
@@ -55,7 +55,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--again", nargs="+", choices=list(_SIGN), default=[], help="run those with these results again"
     )
-    parser.add_argument("--column", metavar="FILE", help="write the results into the table of docs/models.md")
+    parser.add_argument("--column", metavar="FILE", help="write the results into the table of docs/results/models.md")
     return parser.parse_args()
 
 

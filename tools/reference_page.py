@@ -1,4 +1,4 @@
-"""docs/reference.md: every public name, from its docstring.
+"""docs/reference/slapo-*.md: every public name, from its docstring, one page for each distribution.
 
 A name that joins ``slapo_core.__all__`` or ``slapo_testing.__all__``, a member that joins one of their classes,
 and a primitive that joins one of this project's distributions appear here by themselves.
@@ -6,6 +6,7 @@ and a primitive that joins one of this project's distributions appear here by th
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -15,7 +16,7 @@ from docstring_markdown import sections, signature, tidy
 
 import slapo_core
 import slapo_testing as testing
-from slapo_core import effects, errors
+from slapo_core import DISTRIBUTIONS, Primitive, effects, errors
 from slapo_core.plugins import current_registry
 from slapo_core.tree.selection import NodeGroup
 from slapo_graph import patterns
@@ -30,16 +31,18 @@ from slapo_tune.samplers import SearchSpace
 from slapo_verify import VerifyReport
 from slapo_verify.compare import Largest
 
-__all__ = ["MISSING", "reference_page"]
+__all__ = ["MISSING", "reference_pages"]
 
 MISSING = "*No docstring.*"
 """What stands in the place of a text that is not there; a test refuses it."""
 
 _INTRODUCTION = """\
-`import slapo_core as slapo` gives the names of the first five parts; a class that is returned and not made by hand is
-described beside what returns it, and what only plugin authors need says where it is imported from. What is raised on
-purpose is in [errors.md](errors.md), the command line in [cli.md](cli.md), and what a plugin may answer in
-[hooks.md](hooks.md)."""
+`import slapo_core as slapo` is the one import: `slapo.build` and the other names below are loaded from their
+distributions at first use. Names listed as *imported from the package* need an import of their own, for example
+`import slapo_models`. A class that is returned and not made by hand is described beside the function that returns it.
+
+Also generated from the sources: [the command line](cli.md), [errors](errors.md), and [hooks](hooks.md), which a plugin
+may answer."""
 
 # Part -> its names, in the order of the page; a name of `slapo_core.__all__` that stands nowhere here goes to the part
 # that its module belongs to.
@@ -100,51 +103,73 @@ _VALUES = {
     "hookimpl": "Decorator that marks a function as a plugin's answer to the hook of its name: [hooks.md](hooks.md)."
 }
 """What is neither a class nor a function has no docstring of its own."""
-_DISTRIBUTIONS = (
-    "slapo-core",
-    "slapo-deepspeed",
-    "slapo-fusion",
-    "slapo-graph",
-    "slapo-lightning",
-    "slapo-loss",
-    "slapo-megatron",
-    "slapo-models",
-    "slapo-pipeline",
-    "slapo-torch",
-    "slapo-tp",
-    "slapo-tune",
-)
 
 
-def reference_page(note: str) -> str:
-    """The page.
+def reference_pages(note: str) -> dict[str, str]:
+    """Return the pages by file name: one of each distribution, and ``index.md`` with a link to each name.
 
     Args:
-        note: the comment that says how it is made.
+        note: the comment that says how they are made.
     """
     parts = [(title, list(_named(title))) for title in _PARTS]
-    parts.append(("Primitives", list(_primitives())))
-    parts.append(("Writing patterns: slapo_graph.patterns", list(_of_patterns())))
-    parts.append(("Effects: slapo_core.effects", list(_of_effects())))
-    parts.append(("Testing: slapo_testing", list(_of_testing())))
-    lines = ["# Reference", "", note, _INTRODUCTION, ""]
-    for title, entries in parts:
-        links = ", ".join(f"[`{name}`](#{_anchor(name)})" for name, _ in entries)
-        lines.append(f"- **{title}**: {links}")
-    for title, entries in parts:
-        lines += ["", f"## {title}"]
-        for _, entry in entries:
-            lines += ["", *entry]
-    return tidy(lines)
+    parts.insert(1, ("Primitives", list(_primitives())))
+    parts.append(("Patterns", list(_of_patterns())))
+    parts.append(("Effects", list(_of_effects())))
+    parts.append(("Testing", list(_of_testing())))
+    placed = {name for _, entries in parts for name, _, _ in entries}
+    parts.append(("Imported from the package", list(_of_packages(placed))))
+    pages, index = {}, ["# Reference", "", note, _INTRODUCTION]
+    for distribution in DISTRIBUTIONS:
+        lines = [f"# {distribution}", "", note]
+        index += ["", f"## [{distribution}]({distribution}.md)", ""]
+        for title, entries in parts:
+            own = [(name, entry) for name, owner, entry in entries if owner == distribution]
+            if own:
+                index.append(f"- {title}: " + ", ".join(f"[`{n}`]({distribution}.md#{_anchor(n)})" for n, _ in own))
+                lines += ["", f"## {title}", *_HOW_IMPORTED.get(title, "").format(_package(distribution)).splitlines()]
+                for _, entry in own:
+                    lines += ["", *entry]
+        pages[f"{distribution}.md"] = tidy(lines)
+    return {"index.md": tidy(index), **pages}
 
 
-def _named(title: str) -> Iterator[tuple[str, list[str]]]:
+_HOW_IMPORTED = {
+    "Imported from the package": "\nNames of the module `{}`.\n",
+    "Patterns": "\n`from slapo_graph import patterns`, or `slapo.patterns`.\n",
+    "Effects": "\n`from slapo_core import effects`, or `slapo.effects`.\n",
+    "Testing": "\nNames of the module `slapo_testing`.\n",
+}
+Entries = Iterator[tuple[str, str, list[str]]]
+"""Name, distribution, lines."""
+
+
+def _package(distribution: str) -> str:
+    return distribution.replace("-", "_")
+
+
+def _distribution(value: Any) -> str:
+    return str(value.__module__).partition(".")[0].replace("_", "-")
+
+
+def _named(title: str) -> Entries:
     placed = {name for names in _PARTS.values() for name in names}
     modules = {name for name in slapo_core.__all__ if inspect.ismodule(getattr(slapo_core, name))}
     public = [name for name in slapo_core.__all__ if name not in errors.__all__ and name not in modules]
     joined = [name for name in public if name not in placed and _part_of(name) == title]
     for name in (*_PARTS[title], *joined):
-        yield name, _entry(name, _BESIDE.get(name) or getattr(slapo_core, name))
+        value = _BESIDE.get(name) or getattr(slapo_core, name)
+        yield name, "slapo-core" if name in _VALUES else _distribution(value), _entry(name, value)
+
+
+def _of_packages(placed: set[str]) -> Entries:
+    """Yield what a distribution's package exports, and no page has yet."""
+    for distribution in DISTRIBUTIONS:
+        package = importlib.import_module(_package(distribution))
+        for name in getattr(package, "__all__", ()):
+            value = getattr(package, name)
+            is_primitive = isinstance(value, type) and issubclass(value, Primitive)
+            if distribution != "slapo-core" and name not in placed and not is_primitive:
+                yield name, distribution, _entry(name, value)
 
 
 def _part_of(name: str) -> str:
@@ -152,42 +177,43 @@ def _part_of(name: str) -> str:
     return next((part for start, part in _HOMES.items() if home.startswith(start)), "Scheduling")
 
 
-def _primitives() -> Iterator[tuple[str, list[str]]]:
+def _primitives() -> Entries:
     registry = current_registry()
     for name in registry.names("primitives"):
         entry = registry.resolve("primitives", name)
-        if entry.distribution in _DISTRIBUTIONS:
+        if entry.distribution in DISTRIBUTIONS:
             cls: Any = registry.load(entry)
             call = signature(entry.bare, cls, returns=False)
             by_arguments = isinstance(cls.equivalence, property)
             promise = "what its arguments say" if by_arguments else cls.equivalence
-            origin = f"*Of {entry.distribution}; promises {promise}.*"
-            yield entry.name, [f"### {entry.name}", "", "```python", call, "```", "", origin, "", *_text(cls)]
+            heading = [f"### {entry.name}", "", "```python", call, "```", ""]
+            yield entry.name, entry.distribution, [*heading, f"*Promises {promise}.*", "", *_text(cls)]
 
 
-def _of_patterns() -> Iterator[tuple[str, list[str]]]:
+def _of_patterns() -> Entries:
     for name in patterns.__all__:
-        yield name, _entry(name, getattr(patterns, name))
+        yield name, "slapo-graph", _entry(name, getattr(patterns, name))
 
 
-def _of_effects() -> Iterator[tuple[str, list[str]]]:
+def _of_effects() -> Entries:
     for name in effects.__all__:
         if name not in slapo_core.__all__:
-            yield name, _entry(name, getattr(effects, name))
+            yield name, "slapo-core", _entry(name, getattr(effects, name))
 
 
-def _of_testing() -> Iterator[tuple[str, list[str]]]:
+def _of_testing() -> Entries:
     for name in sorted(testing.__all__):
         value = getattr(testing, name)
         if isinstance(value, tuple):
             listed = [f"- `{check.name}`: {check.description}" for check in value]
-            yield name, [f"### {name}", "", "Every check, in the order in which they run:", "", *listed]
+            text = "Every check, in the order in which they run:"
+            yield name, "slapo-testing", [f"### {name}", "", text, "", *listed]
             continue
         fixture = getattr(value, "__wrapped__", None)
         if not isinstance(value, type) and fixture is not None:
-            yield name, [f"### {name}", "", "*A fixture of pytest.*", "", *_text(fixture)]
+            yield name, "slapo-testing", [f"### {name}", "", "*A fixture of pytest.*", "", *_text(fixture)]
             continue
-        yield name, _entry(name, value)
+        yield name, "slapo-testing", _entry(name, value)
 
 
 def _entry(name: str, value: Any) -> list[str]:

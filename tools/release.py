@@ -35,7 +35,7 @@ def projects(root: Path) -> dict[str, Path]:
 
 def texts(root: Path) -> list[Path]:
     """Find every file that requires distributions by a range: also the examples, and pages that show one."""
-    found = [*projects(root).values(), *root.glob("examples/*/pyproject.toml"), *root.glob("docs/*.md")]
+    found = [*projects(root).values(), *root.glob("examples/*/pyproject.toml"), *root.glob("docs/**/*.md")]
     return sorted(file for file in found if file in projects(root).values() or _REQUIREMENT.search(file.read_text()))
 
 

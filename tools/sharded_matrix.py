@@ -1,7 +1,7 @@
 """Train models in shards over replicas on real ranks, and compare each with the reference model in one process.
 
 python tools/sharded_matrix.py --family bert --only "dp 2, tp 2"   # these
-python tools/sharded_matrix.py --json m.json --write docs/sharded_matrix.md
+python tools/sharded_matrix.py --json m.json --write docs/results/sharded_matrix.md
 
 What m.json holds already is not run again: a run that was stopped goes on. Delete the file to start again.
 """

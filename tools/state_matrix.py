@@ -1,7 +1,7 @@
 """Save a training under each layout, go on under each other one, and compare it with the uninterrupted training.
 
 python tools/state_matrix.py --family fsdp2 --only tp2   # saved under tp2, resumed under fsdp2
-python tools/state_matrix.py --json m.json --write docs/state_matrix.md
+python tools/state_matrix.py --json m.json --write docs/results/state_matrix.md
 
 What m.json holds already is not run again: a run that was stopped goes on. Delete the file to start again.
 """

@@ -1,8 +1,8 @@
-"""Run the tests with a version of torch, and keep what came out in docs/torch_versions.md.
+"""Run the tests with a version of torch, and keep what came out in docs/results/torch_versions.md.
 
 python tools/torch_versions.py 2.11.0 --suite core        # pipelines, tracing and estimates
 python tools/torch_versions.py 2.15.0                     # what `make test` runs, but for style
-python tools/torch_versions.py                            # write the page again, from docs/torch_versions.json
+python tools/torch_versions.py                            # write the page again, from docs/results/torch_versions.json
 
 Each run makes an environment of its own, of several gigabytes, and removes it. A version has one row: its last run.
 """
@@ -27,8 +27,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS = ROOT / "docs" / "torch_versions.json"
-PAGE = ROOT / "docs" / "torch_versions.md"
+ROWS = ROOT / "docs" / "results" / "torch_versions.json"
+PAGE = ROOT / "docs" / "results" / "torch_versions.md"
 SUITES = {
     "sampled": ("--ignore=tests/architecture/test_style.py",),
     "core": (

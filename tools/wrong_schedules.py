@@ -2,7 +2,7 @@
 
 python tools/wrong_schedules.py --kind "forward sync missing"   # one class of mistakes
 python tools/wrong_schedules.py --wrong --journal bank.jsonl    # all mistakes; goes on where it was ended
-python tools/wrong_schedules.py --all --journal bank.jsonl --write docs/wrong-schedules.md
+python tools/wrong_schedules.py --all --journal bank.jsonl --write docs/results/wrong-schedules.md
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 TESTED_TORCH = ("2.11.0", "2.15.0")
-"""The oldest and newest torch that tests, or a part of them, were run with: docs/torch_versions.md has all."""
+"""The oldest and newest torch that tests, or a part of them, were run with: docs/results/torch_versions.md has all."""
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def test_entry_points_are_read_in_one_file_by_importlib_metadata(tmp_path: Path)
 
 
 def test_the_architecture_page_lists_the_folders_and_files_of_core() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "how" / "architecture.md").read_text()
     described = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", page, re.MULTILINE)
     core = (ROOT / "slapo_core").iterdir()
     present = {file.stem for file in core if file.is_dir() or (file.suffix == ".py" and not file.stem.startswith("_"))}

@@ -1,4 +1,4 @@
-"""docs/checkpoints.md: its blocks run one after another, and print what they show."""
+"""docs/guides/checkpoints.md: its blocks run one after another, and print what they show."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from tests.ecosystem.pages import Page
 
 @pytest.mark.ranks
 def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
-    Page("checkpoints.md").prints_what_it_shows(tmp_path, at_least=4)
+    Page("guides/checkpoints.md").prints_what_it_shows(tmp_path, at_least=4)

@@ -1,4 +1,4 @@
-"""docs/deepspeed.md: its blocks print what it shows, its program trains, its table is that of the code."""
+"""docs/guides/deepspeed.md: its blocks print what it shows, its program trains, its table is that of the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.ecosystem.pages import Page
 
 preload_modules("deepspeed", "slapo_deepspeed.dialect", "slapo_pipeline")
 
-PAGE = Page("deepspeed.md")
+PAGE = Page("guides/deepspeed.md")
 
 
 @pytest.mark.ranks

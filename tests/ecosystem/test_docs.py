@@ -19,7 +19,7 @@ from tests.ecosystem.pages import blocks, matches, steps
 from tests.support.overlay import Overlay
 
 ROOT = Path(__file__).parents[2]
-TUTORIALS = {"writing-a-plugin.md": 15, "writing-a-dialect.md": 7}
+TUTORIALS = {"guides/write-a-primitive.md": 15, "guides/write-a-dialect.md": 7}
 """The pages whose commands are run, and how many commands they have at least."""
 
 PRIMITIVES = [
@@ -61,7 +61,7 @@ class Shell:
 
 @pytest.mark.breadth
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["writing-a-plugin.md", "writing-a-dialect.md"])
+@pytest.mark.parametrize("name", ["guides/write-a-primitive.md", "guides/write-a-dialect.md"])
 def test_a_tutorial_prints_what_it_shows(name: str, tmp_path: Path) -> None:
     shell, ran = Shell(tmp_path), 0
     for block in blocks((ROOT / "docs" / name).read_text()):
@@ -86,7 +86,7 @@ def test_a_tutorial_prints_what_it_shows(name: str, tmp_path: Path) -> None:
 
 def test_excerpts_are_in_the_sources_that_they_name() -> None:
     found = 0
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
         for block in blocks(page.read_text()):
             if block.key == "source":
                 found += 1
@@ -96,7 +96,10 @@ def test_excerpts_are_in_the_sources_that_they_name() -> None:
 
 @pytest.mark.parametrize(
     ("page", "start", "most"),
-    [("writing-a-plugin.md", "the author of a primitive meets", 15), ("writing-a-dialect.md", "## The names", 25)],
+    [
+        ("guides/write-a-primitive.md", "the author of a primitive meets", 15),
+        ("guides/write-a-dialect.md", "## The names", 25),
+    ],
 )
 def test_an_author_meets_few_names(page: str, start: str, most: int) -> None:
     """The tables list them; all of core's are public, and those of modules are there."""
@@ -116,7 +119,7 @@ def test_an_author_meets_few_names(page: str, start: str, most: int) -> None:
 
 
 def test_the_dialect_of_the_tutorial_is_as_short_as_promised() -> None:
-    page = (ROOT / "docs" / "writing-a-dialect.md").read_text()
+    page = (ROOT / "docs" / "guides/write-a-dialect.md").read_text()
     (source,) = (block.text for block in blocks(page) if block.value.endswith("src/acme_guard.py"))
     lines = source.splitlines()
     assert len(lines) <= 60
@@ -148,7 +151,7 @@ def test_generated_pages_are_up_to_date() -> None:
 
 
 def test_every_hook_and_every_error_has_its_section() -> None:
-    hooks, errors_page = ((ROOT / "docs" / name).read_text() for name in ("hooks.md", "errors.md"))
+    hooks, errors_page = ((ROOT / "docs" / name).read_text() for name in ("reference/hooks.md", "reference/errors.md"))
     names = [name for module in (hookspecs, runtime_hookspecs) for name in vars(module) if name.startswith("slapo_")]
     assert re.findall(r"^## (\w+)$", hooks, flags=re.MULTILINE) == names
     assert re.findall(r"^## (\w+)$", errors_page, flags=re.MULTILINE) == errors.__all__
@@ -156,8 +159,13 @@ def test_every_hook_and_every_error_has_its_section() -> None:
     assert hooks.count("Called when ") == len(names)
 
 
+def reference() -> str:
+    """The pages of all distributions."""
+    return "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "reference").glob("slapo-*.md")))
+
+
 def test_every_public_name_is_in_the_reference_with_its_documentation() -> None:
-    page = (ROOT / "docs" / "reference.md").read_text()
+    page = reference()
     sections = re.findall(r"^### (\S+)$", page, flags=re.MULTILINE)
     public = [name for name in slapo.__all__ if name not in errors.__all__ and name not in ("effects", "patterns")]
     public += [*slapo.patterns.__all__, *(name for name in slapo.effects.__all__ if name != "Effect")]
@@ -187,15 +195,19 @@ def test_a_new_public_name_and_a_new_member_join_the_reference(monkeypatch: pyte
     monkeypatch.setattr(slapo, "tidy_up", tidy_up, raising=False)
     monkeypatch.setattr(slapo, "bare", bare, raising=False)
     monkeypatch.setattr(slapo.Engine, "check_replicas", check_replicas, raising=False)
-    part = page.reference_page("").partition("\n## Building and training\n")[2].partition("\n## ")[0]
+    made = page.reference_pages("")
+    core, part = (
+        made[name].partition("\n## Building and training\n")[2].partition("\n## ")[0]
+        for name in ("slapo-core.md", "slapo-runtime.md")
+    )
     assert "### tidy_up\n\n```python\ntidy_up(model: object, *, deep: bool = False) -> None\n```\n\nTidy a mod" in part
     assert f"### bare\n\n```python\nbare() -> None\n```\n\n{page.MISSING}" in part
-    assert "#### `Engine.check_replicas`\n\n```python\ncheck_replicas() -> None\n```\n\nCompare the replicas." in part
+    assert "#### `Engine.check_replicas`\n\n```python\ncheck_replicas() -> None\n```\n\nCompare the replicas." in core
 
 
 @pytest.mark.parametrize("name", ["create_schedule", "verify", "build", "replay", "run_ranks"])
 def test_the_reference_explains_every_argument(name: str) -> None:
-    page = (ROOT / "docs" / "reference.md").read_text()
+    page = reference()
     (section,) = re.findall(rf"^### {name}$(.*?)(?=^### |\Z)", page, flags=re.MULTILINE | re.DOTALL)
     function = getattr(slapo if name in slapo.__all__ else testing, name)
     assert [each for each in inspect.signature(function).parameters if f"- `{each}`:" not in section] == []
@@ -209,7 +221,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*/README.md")]
     assert len(pages) >= 11
     for page in pages:
         for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", page.read_text()):

@@ -1,4 +1,4 @@
-"""docs/estimates.md: its blocks run one after another, and print what they show."""
+"""docs/guides/make-it-fit.md: its blocks run one after another, and print what they show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ecosystem.pages import Page
 
 preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_pipeline", "slapo_estimate.simulation")
 
-PAGE = Page("estimates.md")
+PAGE = Page("guides/make-it-fit.md")
 
 
 @pytest.mark.ranks

@@ -1,4 +1,4 @@
-"""docs/fine-tuning.md: its files, run as its commands say, print what it shows and leave models that were trained."""
+"""docs/guides/fine-tuning.md: its files, run as its commands say, print what it shows and leave trained models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.ranks
 def test_the_commands_print_what_the_page_shows(tmp_path: Path) -> None:
-    Page("fine-tuning.md").runs_its_files(tmp_path)
+    Page("guides/fine-tuning.md").runs_its_files(tmp_path)
     base = weights(tmp_path / "base")
     for name in ("tuned", "tuned-by-trainer", "trainer/checkpoint-30"):
         tuned = weights(tmp_path / name)

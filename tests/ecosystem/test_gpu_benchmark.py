@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py, small: its parts, what a part that fails or hangs leaves to the others, and docs/gpu.md."""
+"""benchmarks/gpu.py, small: its parts, what a part that fails leaves to the others, and docs/results/gpu.md."""
 
 from __future__ import annotations
 

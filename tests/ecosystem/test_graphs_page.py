@@ -1,4 +1,4 @@
-"""docs/graphs.md is one program: its blocks run one after another, and print what the page shows."""
+"""docs/guides/graphs-and-fusion.md is one program: its blocks run one after another, and print what the page shows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.ecosystem.pages import Page
 
-PAGE = Page("graphs.md")
+PAGE = Page("guides/graphs-and-fusion.md")
 
 
 @pytest.mark.ranks

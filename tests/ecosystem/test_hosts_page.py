@@ -1,4 +1,4 @@
-"""docs/hosts.md: the code of its first table trains, a plain model on the left, a split one, alike, on the right."""
+"""docs/guides/hosts.md: the code of its first table trains: a plain model on the left, a split one on the right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS, SIZE = 3, 4
 
 def rows() -> dict[str, tuple[str, str]]:
     """The code of the table's two columns, by host."""
-    page = (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "hosts.md").read_text(encoding="utf-8")
     table = page.partition("| your script | instead |\n|---|---|\n")[2].partition("\n\n")[0]
     cells = [line.strip("|").split(" | ") for line in table.splitlines()]
     code = [["\n".join(re.findall(r"`([^`]+)`", cell)) for cell in row] for row in cells]

@@ -202,7 +202,7 @@ def test_the_first_program_verifies_on_two_ranks(clean: CleanEnvironment) -> Non
     printed = clean.script(
         "tiny.py", program(ROOT / "README.md").replace("from transformers import", "from tiny_bert import")
     )
-    assert "verified: BertForMaskedLM with 42 steps agrees with the reference model (2 ranks, float64)" in printed
+    assert "verified: BertForMaskedLM with 46 steps agrees with the reference model (2 ranks, float64)" in printed
 
 
 @pytest.mark.breadth

@@ -1,4 +1,4 @@
-"""docs/megatron.md and the package's README: blocks print what they show, programs train, tables are the code's."""
+"""docs/guides/megatron.md and the README: blocks print what they show, programs train, tables are the code's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.programs import run_program
 preload_modules("tests.support.cpu_megatron", "slapo_megatron.dialect", "slapo_pipeline")
 
 ROOT = Path(__file__).parents[2]
-PAGE = Page("megatron.md")
+PAGE = Page("guides/megatron.md")
 
 
 @pytest.mark.ranks

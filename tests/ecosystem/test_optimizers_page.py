@@ -1,4 +1,4 @@
-"""docs/optimizers.md: its program prints the groups that it shows."""
+"""docs/guides/optimizers.md: its program prints the groups that it shows."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from tests.ecosystem.pages import Page
 
 @pytest.mark.ranks
 def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
-    Page("optimizers.md").prints_what_it_shows(tmp_path, at_least=1)
+    Page("guides/optimizers.md").prints_what_it_shows(tmp_path, at_least=1)

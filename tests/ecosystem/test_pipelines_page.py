@@ -1,4 +1,4 @@
-"""docs/pipelines.md: blocks run one after another, a program trains on two ranks, commands print what it says."""
+"""docs/guides/pipelines.md: blocks run in turn, a program trains on two ranks, commands print what it says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ecosystem.pages import Page, steps
 
 preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_pipeline")
 
-PAGE = Page("pipelines.md")
+PAGE = Page("guides/pipelines.md")
 
 
 @pytest.mark.ranks

@@ -1,4 +1,4 @@
-"""docs/real-models.md: its schedules are right, and what it says about a schedule without a step is what happens."""
+"""docs/guides/real-models.md: its schedules are right, and a schedule without a step fails as it says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import slapo_core as slapo
 from slapo_testing import preload_modules, run_ranks
 from tests.ecosystem.pages import Block, blocks, matches, steps
 
-PAGE = (Path(__file__).parents[2] / "docs" / "real-models.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "real-models.md").read_text(encoding="utf-8")
 FILES = {block.value: block.text for block in blocks(PAGE) if block.key == "file"}
 preload_modules(
     *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "qwen3", "t5", "vit"))

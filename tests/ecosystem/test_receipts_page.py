@@ -1,4 +1,4 @@
-"""docs/receipts.md: its program prints the receipts that it shows."""
+"""docs/how/receipts.md: its program prints the receipts that it shows."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from tests.ecosystem.pages import Page
 
 @pytest.mark.ranks
 def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
-    Page("receipts.md").prints_what_it_shows(tmp_path, at_least=2, guarded=True)
+    Page("how/receipts.md").prints_what_it_shows(tmp_path, at_least=2, guarded=True)

@@ -45,7 +45,7 @@ def test_the_table_goes_from_the_oldest_to_the_newest_tested_version() -> None:
     rows = json.loads(torch_versions.ROWS.read_text())
     assert differs(rows) is None
     assert torch_versions.PAGE.read_text() == torch_versions.page(rows)
-    assert f"versions {' to '.join(TESTED_TORCH)}" in (torch_versions.ROOT / "README.md").read_text()
+    assert f"versions {' to '.join(TESTED_TORCH)}" in (torch_versions.ROOT / "docs" / "install.md").read_text()
     assert differs(torch_versions.with_row(rows, {**ROW, "torch": "99.0.0"})) is not None
     assert differs(torch_versions.with_row(rows, {**ROW, "torch": "2.9.0"})) is not None
     assert differs(rows[1:]) is not None

@@ -1,4 +1,4 @@
-"""docs/tuning.md: its study is searched on two ranks, its commands print what it shows, its program and sampler run."""
+"""docs/guides/tuning.md: its study is searched on two ranks, its commands, program and sampler run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slapo_core.cli.main import main
 from slapo_tune.samplers import Trial
 from tests.ecosystem.pages import Page, steps
 
-PAGE = Page("tuning.md")
+PAGE = Page("guides/tuning.md")
 
 
 def run(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

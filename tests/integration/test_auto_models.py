@@ -1,6 +1,6 @@
 """The automatic schedule against reference models, by a comparison without slapo-verify.
 
-A representative part of what ``tools/auto_models.py --all`` runs; ``docs/auto_matrix.md`` has the table.
+A representative part of what ``tools/auto_models.py --all`` runs; ``docs/results/auto_matrix.md`` has the table.
 """
 
 from __future__ import annotations

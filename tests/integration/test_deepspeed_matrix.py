@@ -15,7 +15,7 @@ preload_modules("slapo_deepspeed.pipeline")
 
 LEFT_OUT = {("dp 2, tp 2", 3)}  # takes longest; ZeRO-3 runs on dp 2
 SAMPLE = sample(cells, lambda cell: (cell.mesh, cell.zero) in LEFT_OUT)
-"""The whole table is docs/deepspeed_matrix.md, by tools/deepspeed_matrix.py."""
+"""The whole table is docs/results/deepspeed_matrix.md, by tools/deepspeed_matrix.py."""
 
 UNCLIPPED = DeepSpeedCell("gpt2", "dp 2", zero=1, max_grad_norm=1.1 * MAX_GRAD_NORM)
 

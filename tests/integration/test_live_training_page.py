@@ -13,7 +13,7 @@ from tests.support.programs import run_program
 
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "training-a-live-model.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "training-a-live-model.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.ranks

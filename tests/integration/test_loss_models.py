@@ -1,6 +1,6 @@
 """The loss of real models from hidden states, by one line, on one and on two ranks.
 
-A sample of what ``tools/loss_models.py --all`` runs; docs/loss_matrix.md has the whole table.
+A sample of what ``tools/loss_models.py --all`` runs; docs/results/loss_matrix.md has the whole table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAMES = sampled(
      "sequence to sequence/bart", "sequence to sequence/t5", "causal/gpt_neo", "sequence to sequence/fsmt",
      "causal/gpt2", "masked/mobilebert", "sequence to sequence/prophetnet"), 3
 )  # fmt: skip
-PAGE = Path("docs/loss_matrix.md")
+PAGE = Path("docs/results/loss_matrix.md")
 
 preload_modules("tests.integration.zoo.losses")
 preload_modules(*(f"transformers.models.{name}.modeling_{name}" for name in (each.partition("/")[2] for each in NAMES)))

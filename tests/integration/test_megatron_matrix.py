@@ -32,7 +32,7 @@ LEFT_OUT = {
 """What takes longest; the small model of the plugin's own tests runs so."""
 
 SAMPLE = sample(cells, lambda cell: way(cell) in LEFT_OUT)
-"""The whole table is docs/megatron_matrix.md, by tools/megatron_matrix.py."""
+"""The whole table is docs/results/megatron_matrix.md, by tools/megatron_matrix.py."""
 
 UNCLIPPED = MegatronCell("gpt2", "dp 2", max_grad_norm=1.1 * MAX_GRAD_NORM)
 

@@ -1,6 +1,6 @@
 """Real models, as their authors wrote them, under every step of the core and split over two processes.
 
-A representative part of what ``tools/model_zoo.py --all`` runs; ``docs/models.md`` has the whole table.
+A representative part of what ``tools/model_zoo.py --all`` runs; ``docs/results/models.md`` has the whole table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TORCH = (
     "transformer", "lstm", "multihead attention", "resnet with batch norm", "depthwise convolution", "weight norm",
     "nested outputs", "shared modules", "own parameters", "spectral norm",
 )  # fmt: skip
-ARCHITECTURES = (  # one for each way of being written; all others are in docs/models.md
+ARCHITECTURES = (  # one for each way of being written; all others are in docs/results/models.md
     "albert", "bart", "bert", "bloom", "deberta-v2", "gemma2", "gpt2", "llama", "mamba", "mixtral", "t5", "vit",
     "whisper",
 )  # fmt: skip
@@ -27,7 +27,7 @@ REFUSED = {
     ("torch: own parameters", "meta build"): "because no reset_parameters() or _init_weights() fills them: steps, mask",
 }
 SPLIT_WRONGLY = "apertus"  # the parameters of its activation would get the gradient of one rank's features only
-SPLIT = sampled(("bert", "gpt2", "llama", "t5", "vit", "whisper"))  # all others are in docs/models.md
+SPLIT = sampled(("bert", "gpt2", "llama", "t5", "vit", "whisper"))  # all others are in docs/results/models.md
 
 preload_modules("tests.integration.zoo.tensor_parallel")
 preload_modules(*(f"transformers.models.{name}.modeling_{name}" for name in (*SPLIT, SPLIT_WRONGLY)))

@@ -33,7 +33,7 @@ SAMPLE = (
     "pp2 x fsdp2",
     "Megatron, pp2 x dp2",
 )
-"""All pairs of all layouts are in docs/state_matrix.md, by tools/state_matrix.py."""
+"""All pairs of all layouts are in docs/results/state_matrix.md, by tools/state_matrix.py."""
 
 RING = list(LAYOUTS) if os.environ.get("SLAPO_TEST_WHOLE") else SAMPLE
 CELLS = [StateCell(layout, RING[number - 1]) for number, layout in enumerate(RING)]

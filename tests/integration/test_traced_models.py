@@ -1,6 +1,6 @@
 """Blocks of real models compute, traced, what they compute untouched, bit by bit; or refuse with a reason.
 
-A sample of what ``tools/model_zoo.py --all`` runs, a model for each mechanism; ``docs/models.md`` has the whole table.
+A sample of what ``tools/model_zoo.py --all`` runs, a model for each mechanism; ``docs/results/models.md`` has all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A schedule with cuts is verified like any other: on tensor-parallel ranks, on a mesh with pp, and in many models.
 
-A sample of what ``tools/pipeline_zoo.py`` runs; docs/models.md has the whole column.
+A sample of what ``tools/pipeline_zoo.py`` runs; docs/results/models.md has the whole column.
 """
 
 from __future__ import annotations

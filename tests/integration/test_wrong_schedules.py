@@ -1,6 +1,6 @@
 """Wrong schedules of real models are refused or caught, and blamed rightly; right ones pass.
 
-A representative part of what ``tools/wrong_schedules.py --all`` runs; ``docs/wrong-schedules.md`` has the whole table.
+A representative part of what ``tools/wrong_schedules.py --all`` runs; ``docs/results/wrong-schedules.md`` has all.
 """
 
 from __future__ import annotations

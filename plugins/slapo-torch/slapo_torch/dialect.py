@@ -39,7 +39,7 @@ _PIPELINED: dict[str, Any] = {
     "bucket_cap_mb": 25,
 }
 _PRECISION = ("amp", "autocast", "bf16", "bfloat16", "dtype", "float16", "fp16", "mixed_precision", "torch_dtype")
-_PRECISION_HINT = 'precision="bf16-mixed", or one of "fp32", "bf16", "fp16-mixed": see docs/precision.md'
+_PRECISION_HINT = 'precision="bf16-mixed", or "fp32", "bf16" or "fp16-mixed": see docs/guides/fsdp-and-precision.md'
 
 
 class TorchDialect(Dialect):
@@ -54,7 +54,7 @@ class TorchDialect(Dialect):
       of ``dp`` ranks that share parameters are replicated (HSDP). Default: ``"fsdp"`` where a step marks units or the
       mesh has ``dp_replicate``, else ``"ddp"``.
     - ``precision``: ``"fp32"``, ``"bf16-mixed"``, ``"bf16"`` or ``"fp16-mixed"``, compared with the types in the first
-      training step; see ``docs/precision.md``. Default: the model's own types.
+      training step; see ``docs/guides/fsdp-and-precision.md``. Default: the model's own types.
     - ``fp32``: patterns of the names of modules that compute in float32 in a lower precision, e.g.
       ``("*norm*", "lm_head")``.
     - with ``"ddp"`` options of DistributedDataParallel, by their own names, e.g. ``find_unused_parameters`` or

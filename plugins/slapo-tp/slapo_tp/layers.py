@@ -73,10 +73,12 @@ class LayerType:
     is_fresh: bool = False
 
     def role(self, axis: int) -> Role | None:
+        """Return the role of an axis of the weight; None if it cannot be split."""
         own = self.axes[axis] if axis < len(self.axes) else None
         return own.role if own is not None else None
 
     def axis_of(self, role: Role) -> int | None:
+        """Return the axis of the weight with this role; None if there is none."""
         return next((position for position, axis in enumerate(self.axes) if axis and axis.role == role), None)
 
     def sums_over(self, axis: int) -> bool:

@@ -1,4 +1,4 @@
-"""Layers of others, split after one call of `register_layer`: the program of docs/layer-types.md, and its mistakes."""
+"""Layers of others, split after one call of `register_layer`: docs/guides/layer-types.md, and its mistakes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slapo_tp.layers import layer_type_of
 from tests.messages import Messages
 from tests.support.programs import run_program
 
-PAGE = Path(__file__).parents[3] / "docs" / "layer-types.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "layer-types.md"
 FEATURES = (Axis("output", "out_features"), Axis("input", "in_features"))
 
 

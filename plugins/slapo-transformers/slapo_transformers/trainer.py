@@ -107,6 +107,7 @@ class ScheduledTrainerMixin(_Base):
     # -- replicas in place of processes -----------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator as Trainer does, and attach the schedule to it."""
         check_arguments(self.args, self.schedule)
         super().create_accelerator_and_postprocess()
         if self.schedule is not None:
@@ -120,6 +121,7 @@ class ScheduledTrainerMixin(_Base):
         self._counts: tuple[int, int] | None = None
 
     def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the samples of a step of the optimizer over all replicas."""
         samples: int = self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
         return samples
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.integration.zoo.subjects import call
+from tests.integration.zoo.subjects import call, copied
 
 __all__ = ["at_other_sizes"]
 
@@ -24,7 +24,7 @@ def at_other_sizes(model: nn.Module, batch: Any) -> list[Any]:
         model: not changed.
         batch: positional arguments, or keyword ones; axis 0 of every tensor is the row.
     """
-    model = copy.deepcopy(model)
+    model = copied(model)
     return [found for rows in _ROWS for found in [_first_that_runs(model, batch, rows)] if found is not None]
 
 

@@ -44,6 +44,8 @@ def auto(
 
     Raises:
         ArgumentError: no inputs, the schedule has steps, or the model does not run on the inputs.
+        LaunchError: with ``kernels=True``, ``memory`` or stages, which another process estimates, the script calls this
+            outside of ``if __name__ == "__main__":``.
     """
     from slapo_models.auto.scheduling import schedule_automatically
 

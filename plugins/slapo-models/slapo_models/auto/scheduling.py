@@ -135,8 +135,8 @@ def _reason(value: Value, failures: dict[Axis, str], ranks: int) -> str:
     for leaf in (leaf for axis in value.axes for leaf in axis.leaves()):
         if leaf.reasons:
             found[f"{next(iter(leaf.reasons))} needs all {leaf.size}"] = None
-        elif leaf.size % ranks:
-            found[f"{leaf.size} is not divisible by {ranks}"] = None
         elif leaf in failures:
             found[f"{leaf.size}: {failures[leaf]}"] = None
+        elif leaf.size % ranks:
+            found[f"{leaf.size} is not divisible by {ranks}"] = None
     return "; ".join(list(found)[:4]) or "another axis of it would be split"
