@@ -120,7 +120,7 @@ class View:
     Args:
         data: everything as plain values.
         row: the module tree.
-        signatures: what tells its modules apart from those of another schedule, by path.
+        signatures: what tells its modules apart from another schedule's modules, by path.
     """
 
     data: dict[str, Any]
@@ -190,7 +190,7 @@ def _marked(view: View, others: Mapping[str, Signature]) -> View:
 
 
 class _About:
-    """What is known of the modules of a schedule, besides the tree.
+    """Data of the modules of a schedule, besides the tree.
 
     Args:
         schedule: the schedule.
@@ -220,7 +220,7 @@ class _About:
             self._collectives.setdefault(call["module"], []).append({**each, "source": "receipt"})
 
     def row(self, row: ModuleRow) -> dict[str, Any]:
-        """Return a row, and the rows below, as plain values; what is empty is left out."""
+        """Return a row, and the rows below, as plain values, without empty ones."""
         if row.alias_of:
             return {"name": row.name, "path": row.path, "type": row.type, "alias": row.alias_of}
         elements, held = row.size()
@@ -269,7 +269,7 @@ class _About:
         return [] if self._seen is None else self._seen.by_step.get(str(record), [])
 
     def _collectives_of(self, paths: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the collectives of modules together: those of one step of repeated modules are one."""
+        """Return the collectives of modules together: of one step of repeated modules, one."""
         sums: dict[tuple[str, ...], list[float]] = {}
         for path in paths:
             for call in self._collectives.get(path, ()):
