@@ -12,8 +12,8 @@ from tests.integration.zoo.automatic import judge_on_ranks, plant_on_ranks
 from tests.support.trap_models import TRAP_MODELS
 from tests.tiers import sampled
 
-SPLIT = sampled(("causal: llama", "causal: mixtral", "other: t5", "causal: gpt2", "odd: packed by groups"))
-TRAPS = sampled([f"trap: {name}" for name in TRAP_MODELS], 16)
+SPLIT = sampled(("causal: llama", "causal: mixtral", "other: t5", "odd: packed by groups", "causal: gpt2"), 3)
+TRAPS = sampled([f"trap: {name}" for name in TRAP_MODELS], 24)
 PLANTED = (
     "causal: qwen3", "causal: gpt2", "causal: falcon", "causal: opt", "causal: gemma2", "causal: gpt_neox",
     "causal: phi3", "causal: mixtral", "other: bert", "other: bart",

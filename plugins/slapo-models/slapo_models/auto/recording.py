@@ -239,17 +239,17 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None, *, trainin
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put the attributes, parameters and buffers of modules back, which a forward may set."""
     before = [
-        (module, dict(vars(module)), [(own, dict(own)) for own in (parameters_of(module), buffers_of(module))])
+        (module, dict(vars(module)), dict(parameters_of(module)), dict(buffers_of(module)))
         for module in model.modules()
     ]
     try:
         yield
     finally:
-        for module, attributes, tensors in before:
+        for module, attributes, parameters, buffers in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for own, values in tensors:
-                own.update(values)
+            parameters_of(module).update(parameters)
+            buffers_of(module).update(buffers)
 
 
 def first_row(inputs: Any) -> Any | None:
