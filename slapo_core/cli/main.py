@@ -19,7 +19,7 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from slapo_core.cli import plugins, stubs, vocabulary
+from slapo_core.cli import diff, explain, plugins, stubs, vocabulary
 from slapo_core.cli.output import print_json
 from slapo_core.errors import SlapoError, UnknownNameError, UnusablePluginError
 from slapo_core.plugins import current_registry
@@ -185,6 +185,8 @@ def make_app() -> typer.Typer:
     family.command("show")(plugins.show)
     root.command("primitives")(vocabulary.primitives)
     root.command("dialects")(vocabulary.dialects)
+    root.command("explain")(explain.explain)
+    root.command("diff")(diff.diff)
     root.command("stubs")(stubs.stubs)
     root.command("doctor")(_doctor)
     return root

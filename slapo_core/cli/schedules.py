@@ -107,13 +107,16 @@ class NamedSchedule:
         return made
 
 
-def find_schedule(name: str, *, model: str | None = None, mesh: str | None = None) -> NamedSchedule:
+def find_schedule(
+    name: str, *, model: str | None = None, mesh: str | None = None, model_is_optional: bool = False
+) -> NamedSchedule:
     """Import a schedule of the command line.
 
     Args:
         name: of a function, or of a file with a saved schedule.
         model: of the function that returns the model: the value of ``--model``.
         mesh: the value of ``--mesh``, e.g. ``"dp=2,tp=2"``.
+        model_is_optional: leave ``model`` out where the function returns a schedule by itself.
 
     Raises:
         BadParameter: a name is malformed, nothing is there, a file is not a schedule, or ``--model`` is missing or too
@@ -125,16 +128,20 @@ def find_schedule(name: str, *, model: str | None = None, mesh: str | None = Non
         return _saved(name, model, sizes)
     make_model = None if model is None else find_function(model, "--model")
     apply = find_function(name, "SCHEDULE")
-    required = [key for key, one in _parameters(apply).items() if one.default is one.empty and one.kind in _ORDINARY]
-    if make_model is None and set(required) - {"mesh"}:
+    parameters = _parameters(apply)
+    required = [key for key, one in parameters.items() if one.default is one.empty and one.kind in _ORDINARY]
+    needs_model = bool(set(required) - {"mesh"})
+    if model_is_optional and not needs_model:
+        return NamedSchedule(name, sizes, None, None, apply)
+    if make_model is None and needs_model:
         raise typer.BadParameter(
             f"{name} takes {', '.join(required)}: if it applies steps to a schedule, add --model MODULE:FUNCTION, "
             "which returns the model",
             param_hint="SCHEDULE",
         )
-    if make_model is not None and not _takes_one(apply):
+    if make_model is not None and (next(iter(parameters), "") == "mesh" or not _takes_one(apply)):
         raise typer.BadParameter(
-            f"{name} must take one argument, the schedule of --model {model}; it takes {', '.join(required) or 'none'}",
+            f"with --model, {name} must take one argument, the schedule; it takes {', '.join(parameters) or 'none'}",
             param_hint="SCHEDULE",
         )
     return NamedSchedule(name, sizes, model, make_model, apply)

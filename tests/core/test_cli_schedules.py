@@ -128,6 +128,7 @@ WRONG: list[tuple[dict[str, str], tuple[str, ...]]] = [
     ({"name": "json.py:steps", "model": "named_module:Model"}, ("json.py", "another module", "rename")),
     ({"name": "named_module:steps"}, ("takes sch", "--model")),
     ({"name": "named_module:fixed", "model": "named_module:Model"}, ("must take one argument", "none")),
+    ({"name": "named_module:scheduled", "model": "named_module:Model"}, ("must take one argument", "takes mesh")),
     ({"name": "named_module:fixed", "mesh": "tp=2"}, ("{'tp': 4}", "mesh=mesh")),
     ({"name": "named_module:number"}, ("schedule or a model (got int)", "--model")),
     ({"name": "named_module:steps", "model": "named_module:number"}, ("must return a model (got int)",)),

@@ -49,6 +49,7 @@ class Call:
         number: of the calls of this module, from 0.
         inputs: argument -> value, of tensors among the arguments: position or name.
         outputs: tensors among the results.
+        is_tuple: whether the result is a tuple.
         operators: those that the module itself runs, in order.
     """
 
@@ -58,6 +59,7 @@ class Call:
     number: int
     inputs: dict[int | str, Value] = field(default_factory=dict)
     outputs: list[Value] = field(default_factory=list)
+    is_tuple: bool = False
     operators: list[Operator] = field(default_factory=list)
 
     def chain(self) -> list[Call]:
@@ -383,7 +385,7 @@ class _Recorder(TorchDispatchMode):
             output = run(module, *args, **kwargs)
         finally:
             self._call = before
-        call.outputs = [self.value(tensor) for tensor in tensors_in(output)]
+        call.outputs, call.is_tuple = [self.value(tensor) for tensor in tensors_in(output)], isinstance(output, tuple)
         self._watch.after_call(call)
         return output
 
