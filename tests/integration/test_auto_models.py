@@ -12,14 +12,14 @@ from tests.integration.zoo.automatic import judge_on_ranks, plant_on_ranks
 from tests.support.trap_models import TRAP_MODELS
 from tests.tiers import sampled
 
-SPLIT = sampled(("causal: llama", "causal: mixtral", "other: t5", "causal: gpt2", "odd: packed by groups"))
-TRAPS = sampled([f"trap: {name}" for name in TRAP_MODELS], 16)
+SPLIT = sampled(("causal: llama", "causal: mixtral", "other: t5", "odd: packed by groups", "causal: gpt2"), 3)
+TRAPS = sampled([f"trap: {name}" for name in TRAP_MODELS], 24)
 MORE_RANKS = sampled(
     (
         "causal: llama", "trap: keys clip their gradient", "trap: keys without their module", "causal: qwen3",
         "causal: phi3", "trap: values are read besides", "trap: queries of a head beside each other",
         "causal: falcon", "causal: gpt_bigcode", "causal: mixtral",
-    ), 5
+    ), 5,
 )  # fmt: skip
 PLANTED = (
     "causal: qwen3", "causal: gpt2", "causal: falcon", "causal: opt", "causal: gemma2", "causal: gpt_neox",

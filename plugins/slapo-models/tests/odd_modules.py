@@ -174,6 +174,18 @@ class Twice(nn.Module):
         return x + self.block(self.norm(x))  # type: ignore[no-any-return]
 
 
+class Dropping(nn.Module):
+    """Layers that drop split features, and features of the input too."""
+
+    def __init__(self, *, inputs: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.inputs = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.5, self.training) if self.inputs else x
+        return self.down(F.dropout(self.up(x).relu(), 0.5, self.training))  # type: ignore[no-any-return]
+
+
 class ReadsRows(nn.Module):
     """Rows of an embedding that split features read with no module between them."""
 

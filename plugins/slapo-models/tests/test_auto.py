@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import slapo_core as slapo
 import slapo_models
 from slapo_models.auto.axes import Axis, concatenation, divided, product, segment, unify, viewed
 from slapo_testing import preload_modules, run_ranks
+from tests.tiers import sampled
 
 from .families import FAMILIES
-from .odd_modules import ODD, WIDTH, made
+from .odd_modules import ODD, WIDTH, Dropping, made
 
 preload_modules("transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama")
 
@@ -133,8 +135,8 @@ def test_what_is_split_of_an_odd_model(name: str) -> None:
     assert set(report.left_whole) == matrices - set(ODD[name].split)
 
 
-def verify_odd_models() -> None:
-    for name in ODD:
+def verify_odd_models(names: Sequence[str]) -> None:
+    for name in names:
         model, batch = made(name)
         sch, _ = scheduled(model, batch)
         if sch.records:
@@ -143,7 +145,7 @@ def verify_odd_models() -> None:
 
 @pytest.mark.ranks
 def test_odd_models_compute_the_same() -> None:
-    run_ranks(verify_odd_models, world_size=2)
+    run_ranks(verify_odd_models, sampled(ODD, 3), world_size=2)
 
 
 def verify_families() -> None:
@@ -157,6 +159,14 @@ def verify_families() -> None:
 @pytest.mark.breadth
 def test_families_compute_the_same() -> None:
     run_ranks(verify_families, world_size=2, timeout=300)
+
+
+def test_random_numbers_of_shards_are_forked_where_none_are_of_full_tensors() -> None:
+    """Each rank drops its own elements of a shard; all drop the same ones of a full tensor."""
+    model = nn.Sequential(Dropping(), Dropping(inputs=True))
+    sch, report = scheduled(model, (torch.randn(3, 5, WIDTH),))
+    assert not report.left_whole
+    assert [record.path for record in sch.records if record.name == "tp.fork_rng"] == ["0"]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
