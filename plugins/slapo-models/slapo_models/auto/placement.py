@@ -188,9 +188,9 @@ class Follow:
         return self._coverage[value]
 
     def _check_shared(self, operator: Operator, split: list[Value]) -> None:
-        """Refuse what is not right for shards that several ranks have, whose gradients are partial on each of them.
+        """Refuse operators that are wrong for shards on several ranks, each of which has a partial gradient.
 
-        Where all that is made of them is split further, a sum over all ranks is right; what is not must not exist.
+        All results of such shards must be split further before an operator sums over them.
         """
         shared = self._split & {self._leaves[0]}
         given = frozenset().union(*map(self._covered, split))
