@@ -217,7 +217,8 @@ class Region:
             if sinks:
                 axis = self._axis_of(value)
                 if axis is None or any("." in str(key) for key in keys):
-                    raise _NeedsFullError(value, None, f"{type(call.module).__name__} cannot gather its input")
+                    reason = f"the input of {type(call.module).__name__} has tokens and samples on one axis"
+                    raise _NeedsFullError(value, None, reason)
                 self._plan.gathered.update(dict.fromkeys(places, axis))
                 self._plan.inside.update(dict.fromkeys(sinks - places, next(iter(places))))
                 gathered = places
