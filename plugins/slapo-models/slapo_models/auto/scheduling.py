@@ -19,8 +19,9 @@ from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Recording, Value, record, without_memory
 from slapo_models.auto.repetition import Plan, Repetition, Split
 from slapo_models.auto.report import AutoReport
-from slapo_models.auto.sequence import Plan as SequencePlan, plan_sequence, with_sequence
+from slapo_models.auto.sequence import plan_sequence, with_sequence
 from slapo_models.auto.situations import Situation, further_situations
+from slapo_models.auto.slices import SequencePlan
 from slapo_models.auto.trial import Trial, apply
 from slapo_models.auto.vocabulary import vocabularies
 
