@@ -166,11 +166,7 @@ class Repetition:
             number = block_of(name, places)
             start = "" if number == _OUTSIDE else paths[number]
             stands[name] = (paths[self._kept(number)] if start else "") + name.removeprefix(start)
-        return AutoReport(
-            tuple(name for name, kept in stands.items() if kept in report.split),
-            {name: report.left_whole[kept] for name, kept in stands.items() if kept in report.left_whole},
-            report.assumptions,
-        )
+        return report.repeated(stands)
 
 
 def _skipped(block: nn.Module, *, is_tuple: bool) -> nn.Module:
