@@ -11,6 +11,17 @@ from tests.ecosystem.pages import Page
 
 @pytest.mark.breadth
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["tensor-parallelism.md", "make-it-faster.md", "find-what-is-wrong.md", "gpus.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor-parallelism.md",
+        "make-it-faster.md",
+        "find-what-is-wrong.md",
+        "gpus.md",
+        "build-and-train.md",
+        "lightning.md",
+        "ready-schedules.md",
+    ],
+)
 def test_the_commands_print_what_the_page_shows(name: str, tmp_path: Path) -> None:
     Page(f"guides/{name}").runs_its_files(tmp_path)
