@@ -24,6 +24,7 @@ preload_modules("deepspeed")  # which prints when transformers imports it
         "fsdp-and-precision.md",
         "weights.md",
         "layer-types.md",
+        "hosts.md",
     ],
 )
 def test_the_commands_print_what_the_page_shows(name: str, tmp_path: Path) -> None:
