@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["TRAP_MODELS"]
+__all__ = ["SEQUENCE_TRAPS", "TRAP_MODELS"]
 
 WIDTH, HEADS, INNER = 24, 4, 48
 
@@ -436,6 +436,98 @@ class Words(nn.Module):
         return self.head(x)
 
 
+class Tokens(nn.Module):
+    """A pair behind a norm, and something that may look at other tokens behind it."""
+
+    def __init__(self, behind: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.behind, self.gate = behind, nn.Linear(WIDTH, WIDTH)
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+        self.by_token, self.scale = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("places", torch.linspace(0, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self, x + self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def _first_token(module: Any, x: Tensor) -> Tensor:
+    x[:, 0] += 1
+    return x
+
+
+def _aside(module: Any, x: Tensor) -> Tensor:
+    module.seen = x
+    return x * 2
+
+
+def _twice(module: Any, x: Tensor) -> Tensor:
+    return x * module.scale + x.mean(1, keepdim=True) * module.scale
+
+
+BEHIND: dict[str, Callable[..., Tensor]] = {
+    "nothing between tokens": lambda m, x: x * (1 + m.scale.exp()),
+    "tokens shifted by one": lambda m, x: x + x.roll(1, 1),
+    "the mean token": lambda m, x: x - x.mean(1, keepdim=True),
+    "the mean token gates": lambda m, x: x * m.gate(x.mean(1)).sigmoid()[:, None],
+    "the first token for all": lambda m, x: x + x[:, :1],
+    "the first token in place": _first_token,
+    "tokens in place": lambda m, x: x.mul_(0.5).add_(1),
+    "cumulative over tokens": lambda m, x: x.cumsum(1),
+    "tokens weighed by position": lambda m, x: x * m.places[: x.shape[1], None],
+    "a parameter for each token": lambda m, x: x * m.by_token[: x.shape[1], None],
+    "positions computed": lambda m, x: x * torch.arange(x.shape[1])[:, None],
+    "positions computed, of one token": lambda m, x: x + torch.ones(x.shape[1]).cumsum(0)[-1:],
+    "scaled by the number of tokens": lambda m, x: x / x.shape[1],
+    "a convolution over tokens": lambda m, x: x + m.mix(x.transpose(1, 2)).transpose(1, 2),
+    "a softmax over tokens": lambda m, x: x * x.softmax(1),
+    "normalized over tokens too": lambda m, x: F.layer_norm(x, x.shape[1:]),
+    "pairs of tokens": lambda m, x: F.layer_norm(x.reshape(len(x), -1, 2 * WIDTH), (2 * WIDTH,)).view_as(x),
+    "tokens as rows": lambda m, x: F.layer_norm(x.flatten(0, 1), (WIDTH,)).view(x.shape),
+    "tokens as rows, shifted": lambda m, x: x + x.flatten(0, 1).roll(1, 0).view(x.shape),
+    "evaluation averages tokens": lambda m, x: x if m.training else x - x.mean(1, keepdim=True),
+    "one row averages tokens": lambda m, x: x - x.mean(1, keepdim=True) if len(x) == 1 else x,
+    "tokens kept aside": _aside,
+    "a parameter sees slices and all": _twice,
+    "gradient of tokens divided by its norm": lambda m, x: ByNorm.apply(x.transpose(1, 2)).transpose(1, 2),
+    "every second token": lambda m, x: torch.stack([x[:, 0::2], x[:, 1::2]], 2).flatten(1, 2),
+    "half of the tokens": lambda m, x: torch.cat([x[:, : x.shape[1] // 2] * 2, x[:, x.shape[1] // 2 :]], 1),
+}  # fmt: skip
+
+
+class Aside(nn.Module):
+    """A block that reads what another kept of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Tokens(_aside), Tokens(lambda m, x: x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x)) + self.one.seen
+
+
+class Changed(nn.Module):
+    """A block that changes its input in place, which is read later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Tokens(lambda m, x: x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.add_(1)) * 0.5
+
+
+class Later(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Changed(), Tokens(lambda m, x: x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        y = self.block(x)
+        return self.last(y + x)
+
+
 ATTENTIONS = (
     "scaled by the number of heads", "a window as wide as heads", "heads talk", "a temperature for each head",
     "slopes for each head", "slopes computed", "normalized heads", "attention averaged over heads",
@@ -454,6 +546,13 @@ def _x() -> dict[str, Tensor]:
     return {"x": torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(7))}  # as many words as heads
 
 
+SEQUENCE_TRAPS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    **{name: (lambda behind=behind: Net(lambda: Tokens(behind)), _x) for name, behind in BEHIND.items()},
+    "tokens kept aside and read": (lambda: Net(Aside), _x),
+    "an input changed in place": (lambda: Net(Later), _x),
+}
+"""Those where slices of the sequence are wrong, but for the first."""
+
 TRAP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **{name: (lambda between=between: Net(lambda: Mlp(between)), _x) for name, between in BETWEEN.items()},
     "weights without modules": (lambda: Net(Bare), _x),
@@ -471,5 +570,6 @@ TRAP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "an input with a gradient": (lambda: Net(lambda: Mlp(lambda m, h, x: h), enter=False), _x),
     **{name: (lambda name=name: Net(lambda: Attention(name)), _x) for name in ATTENTIONS},
     **{name: (lambda name=name: Net(lambda: Grouped(name)), _x) for name in GROUPED},
+    **SEQUENCE_TRAPS,
 }
 """Name -> (makes the model, makes its batch)."""

@@ -174,12 +174,14 @@ _NUMBER = re.compile(r"(?<=[A-Za-z_]\.)\d+(?!\w)|(?<![\w.])\d+(?=\.[A-Za-z_])")
 def _key(row: ModuleRow) -> Signature:
     """Return what equal rows share: everything but the numbers of layers."""
     tensors = tuple(dataclasses.replace(each, tied_to=_NUMBER.sub("*", each.tied_to)) for each in row.tensors)
-    steps = tuple(
-        (str(one[0].primitive), one[0].location, tuple(_NUMBER.sub("*", edit) for edit in one[0].edits))
-        for one in row.steps
-    )
+    own = f"'{row.paths[0]}'"
+    steps = tuple((str(one[0].primitive), one[0].location, _unnumbered(one[0].edits, own)) for one in row.steps)
     below = tuple((child.name, _key(child)) for child in row.children)
     return row.type, tensors, steps, below, _NUMBER.sub("*", row.alias_of), row.count
+
+
+def _unnumbered(edits: Sequence[str], own: str) -> tuple[str, ...]:
+    return tuple(_NUMBER.sub("*", edit.replace(own, "*")) for edit in edits)
 
 
 def _folded(rows: Sequence[ModuleRow]) -> Iterator[ModuleRow]:

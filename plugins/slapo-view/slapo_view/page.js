@@ -315,7 +315,7 @@ function showMemory(section, found) {
   }
   choose(found.kinds.reduce((most, each) => (each.peak.total > most.peak.total ? each : most)));
   if (found.kinds.length === 1) choice.remove();
-  const more = add(section, "details");
+  const more = add(section, "details", { "aria-label": "Assumptions" });
   add(more, "summary", {}, "Assumptions");
   const list = add(more, "ul", { class: "notes" });
   for (const text of found.assumptions) add(list, "li", {}, text);

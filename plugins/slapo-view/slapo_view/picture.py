@@ -67,7 +67,8 @@ def picture(
         the picture: print it, ``save`` it as HTML, or show it in a notebook.
 
     Raises:
-        ArgumentError: ``receipt`` is not a receipt of this schedule, or the pipeline schedule is unknown.
+        ArgumentError: ``receipt`` is not a receipt of this schedule; or the pipeline schedule is unknown, refuses the
+            numbers, or there are no stages on pipeline ranks.
         ApplyError: the effects of a step cannot be told.
     """
     if not isinstance(schedule, Schedule):
@@ -119,7 +120,7 @@ class View:
     Args:
         data: everything as plain values.
         row: the module tree.
-        signatures: what tells its modules apart from those of another schedule, by path.
+        signatures: what tells its modules apart from another schedule's modules, by path.
     """
 
     data: dict[str, Any]
@@ -189,7 +190,7 @@ def _marked(view: View, others: Mapping[str, Signature]) -> View:
 
 
 class _About:
-    """What is known of the modules of a schedule, besides the tree.
+    """Data of the modules of a schedule, besides the tree.
 
     Args:
         schedule: the schedule.
@@ -219,7 +220,7 @@ class _About:
             self._collectives.setdefault(call["module"], []).append({**each, "source": "receipt"})
 
     def row(self, row: ModuleRow) -> dict[str, Any]:
-        """Return a row, and the rows below, as plain values; what is empty is left out."""
+        """Return a row, and the rows below, as plain values, without empty ones."""
         if row.alias_of:
             return {"name": row.name, "path": row.path, "type": row.type, "alias": row.alias_of}
         elements, held = row.size()
@@ -268,7 +269,7 @@ class _About:
         return [] if self._seen is None else self._seen.by_step.get(str(record), [])
 
     def _collectives_of(self, paths: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the collectives of modules together: those of one step of repeated modules are one."""
+        """Return the collectives of modules together: of one step of repeated modules, one."""
         sums: dict[tuple[str, ...], list[float]] = {}
         for path in paths:
             for call in self._collectives.get(path, ()):
@@ -345,6 +346,12 @@ def _timeline(schedule: Schedule, microbatches: int | None, name: str | None) ->
     count = 1 + sum(record.name == _CUT for record in schedule.records)
     pp = schedule.mesh.size("pp") if schedule.mesh is not None and "pp" in schedule.mesh else 1
     if pp == 1 or count < pp:
+        if name is not None or microbatches is not None:
+            raise ArgumentError(
+                f"microbatches and pipeline_schedule are for stages on ranks along pp (the mesh has pp={pp}, the model "
+                f"{count} stage{'s' if count > 1 else ''})",
+                hint="leave them out, or cut the model by pipeline_split() on a mesh with pp",
+            )
         return None
     name = name or ("1f1b" if count == pp else "interleaved_1f1b")
     tried = (microbatches,) if microbatches is not None else range(pp, 2 * pp + 1)
@@ -389,7 +396,8 @@ def _lines(data: Mapping[str, Any]) -> Iterator[str]:
     for kind in data["memory"]["kinds"] if data["memory"] is not None else ():
         peak = kind["peak"]
         where = f"in '{peak['module']}', {peak['phase']}" if peak["module"] else peak["phase"]
-        yield f"\nrank {kind['rank']}, {len(kind['ranks'])} of its kind: {format_bytes(peak['total'])} at the peak, {where}"
+        of = f"rank {kind['rank']}, {len(kind['ranks'])} of its kind"
+        yield f"\n{of}: {format_bytes(peak['total'])} at the peak, {where}"
     if data["receipt"] is not None:
         yield f"\nreceipt: {data['receipt']['seen']} of {data['receipt']['all']} effects seen"
     for note in data["notes"]:

@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,10 @@ class Browser:
         self._numbers, self._buffer, self._session = itertools.count(1), b"", ""
         self._events: deque[dict[str, Any]] = deque()
         self.errors: list[str] = []
+        self._frames: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.send("Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=False, flatten=True)
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
@@ -88,6 +92,22 @@ class Browser:
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.send("Page.navigate", url=page.as_uri())
         self.wait("Page.loadEventFired")
+
+    @contextmanager
+    def frame(self) -> Iterator[None]:
+        """Talk to the frame of the page, which has a process of its own."""
+        page, deadline = self._session, time.monotonic() + 60
+        while not self._frames:
+            self._note(self._receive(deadline))
+        self._session = self._frames[-1]
+        try:
+            while self.run("document.readyState") != "complete":
+                time.sleep(0.05)
+            self.send("Log.enable")
+            self.send("Runtime.enable")
+            yield
+        finally:
+            self._session = page
 
     def run(self, expression: str) -> Any:
         """Return the value of an expression of JavaScript."""
@@ -131,7 +151,9 @@ class Browser:
     def _note(self, event: dict[str, Any]) -> None:
         self._events.append(event)
         values = event.get("params", {})
-        if event["method"] == "Runtime.exceptionThrown":
+        if event["method"] == "Target.attachedToTarget" and values["targetInfo"]["type"] == "iframe":
+            self._frames.append(values["sessionId"])
+        elif event["method"] == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(values["exceptionDetails"]))
         elif event["method"] == "Runtime.consoleAPICalled":
             self.errors.append(json.dumps(values["args"]))

@@ -82,6 +82,11 @@ def divisors(leaves: Sequence[Axis], ranks: int) -> dict[Axis, int]:
     return {outer: outer.size, inner: ranks // outer.size}
 
 
+def all_divisors(split: Iterable[Sequence[Axis]], ranks: int) -> dict[Axis, int]:
+    """Return what the leaves of several splits are divided by."""
+    return {leaf: number for leaves in split for leaf, number in divisors(leaves, ranks).items()}
+
+
 def pairs(axes: Iterable[Axis]) -> Iterator[tuple[Axis, Axis]]:
     """Yield the leaves within which other leaves lie: KV heads, and the query heads of each."""
     for axis in axes:
@@ -299,4 +304,4 @@ def steps(candidate: Candidate) -> list[Step]:
     return found
 
 
-__all__ = ["BUFFER", "Candidate", "Step", "candidates", "local_shape", "packing", "prove", "steps"]
+__all__ = ["BUFFER", "Candidate", "Step", "all_divisors", "candidates", "local_shape", "packing", "prove", "steps"]

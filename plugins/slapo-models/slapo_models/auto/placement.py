@@ -462,11 +462,13 @@ class Follow:
                 raise LeftWhole(f"a further call of {type(call.module).__name__} has no shards")
             if not own:
                 continue
-            names = {_named(call, key) for key in own}
-            if any(_named(call, key) in names for key in given - own):
+            names = {argument_name(call, key) for key in own}
+            if any(argument_name(call, key) in names for key in given - own):
                 raise LeftWhole(f"one argument of {type(call.module).__name__} holds complete and partial gradients")
             is_all = is_all and own == given
-            keys = tuple(dict.fromkeys(key for key in (_named(call, key) for key in call.inputs) if key in names))
+            keys = tuple(
+                dict.fromkeys(key for key in (argument_name(call, key) for key in call.inputs) if key in names)
+            )
             if named is not None and named != keys:
                 raise LeftWhole(f"calls of {type(call.module).__name__} have gradients of different arguments")
             named = keys
@@ -493,7 +495,7 @@ def _block(path: str) -> str:
     return ".".join(levels[: next((place + 1 for place, level in enumerate(levels) if level.isdigit()), 0)])
 
 
-def _named(call: Call, key: int | str) -> int | str:
+def argument_name(call: Call, key: int | str) -> int | str:
     """Return an argument by its name in the forward, or by its position."""
     start = str(key).partition(".")[0]
     if not start.isdigit():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,7 @@ class Call:
         number: of the calls of this module, from 0.
         inputs: argument -> value, of tensors among the arguments: position or name.
         outputs: tensors among the results.
+        is_tuple: whether the result is a tuple.
         operators: those that the module itself runs, in order.
     """
 
@@ -58,6 +59,7 @@ class Call:
     number: int
     inputs: dict[int | str, Value] = field(default_factory=dict)
     outputs: list[Value] = field(default_factory=list)
+    is_tuple: bool = False
     operators: list[Operator] = field(default_factory=list)
 
     def chain(self) -> list[Call]:
@@ -238,7 +240,7 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None, *, trainin
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put the attributes, parameters and buffers of modules back, which a forward may set."""
-    before = [
+    before: list[tuple[nn.Module, dict[str, Any], list[tuple[MutableMapping[str, Any], dict[str, Any]]]]] = [
         (module, dict(vars(module)), [(own, dict(own)) for own in (parameters_of(module), buffers_of(module))])
         for module in model.modules()
     ]
@@ -383,7 +385,7 @@ class _Recorder(TorchDispatchMode):
             output = run(module, *args, **kwargs)
         finally:
             self._call = before
-        call.outputs = [self.value(tensor) for tensor in tensors_in(output)]
+        call.outputs, call.is_tuple = [self.value(tensor) for tensor in tensors_in(output)], isinstance(output, tuple)
         self._watch.after_call(call)
         return output
 
