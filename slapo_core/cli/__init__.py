@@ -1,8 +1,26 @@
-"""The command ``slapo``, and the output functions of plugins' commands."""
+"""The command ``slapo``, and what commands share: arguments, schedules by name, output."""
 
 from __future__ import annotations
 
+from slapo_core.cli.arguments import AsJson, MeshSizes, batch_of, call_function, find_function, mesh_of, progress
 from slapo_core.cli.output import print_json, print_table, table_lines
+from slapo_core.cli.schedules import ModelName, NamedSchedule, ScheduleName, find_schedule
 from slapo_core.cli.vocabulary import print_names
 
-__all__ = ["print_json", "print_names", "print_table", "table_lines"]
+__all__ = [
+    "AsJson",
+    "MeshSizes",
+    "ModelName",
+    "NamedSchedule",
+    "ScheduleName",
+    "batch_of",
+    "call_function",
+    "find_function",
+    "find_schedule",
+    "mesh_of",
+    "print_json",
+    "print_names",
+    "print_table",
+    "progress",
+    "table_lines",
+]

@@ -19,7 +19,7 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from slapo_core.cli import plugins, stubs, vocabulary
+from slapo_core.cli import diff, explain, plugins, stubs, vocabulary
 from slapo_core.cli.output import print_json
 from slapo_core.errors import SlapoError, UnknownNameError, UnusablePluginError
 from slapo_core.plugins import current_registry
@@ -44,7 +44,8 @@ class Command(ABC):
     def app(self) -> typer.Typer:
         """Return the typer app, whose commands are ``slapo <name> <command>``; a single one is ``slapo <name>``.
 
-        A `SlapoError` that it raises is printed without traceback, and ends the process with status 1.
+        A `SlapoError` that it raises is printed without traceback, and ends the process with status 2: the command
+        could not do its work. A negative answer (not verified, not equal) is ``raise typer.Exit(1)``.
         """
 
 
@@ -184,6 +185,8 @@ def make_app() -> typer.Typer:
     family.command("show")(plugins.show)
     root.command("primitives")(vocabulary.primitives)
     root.command("dialects")(vocabulary.dialects)
+    root.command("explain")(explain.explain)
+    root.command("diff")(diff.diff)
     root.command("stubs")(stubs.stubs)
     root.command("doctor")(_doctor)
     return root
@@ -212,12 +215,12 @@ def _doctor(
 
 
 def main() -> None:
-    """Run the command line; print a slapo error without traceback, with exit status 1."""
+    """Run the command line; print a slapo error without traceback, with exit status 2."""
     try:
         make_app()()
     except SlapoError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(2) from None
 
 
 def _version(wanted: bool) -> None:

@@ -65,7 +65,7 @@ KINDS: dict[str, Kind] = {
 """The kinds of core, by entry-point group; distributions declare others under ``slapo.v1.kinds``."""
 
 CORE_COMMANDS = (
-    *("dialects", "doctor", "plugins", "primitives", "stubs"),
+    *("dialects", "diff", "doctor", "explain", "plugins", "primitives", "stubs"),
     *("plugins.list", "plugins.show"),
 )
 """Words of the command line that no plugin may take."""

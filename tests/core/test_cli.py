@@ -89,7 +89,7 @@ def test_a_wrong_setting_is_shown_with_the_list(one: FakeEnvironment, message: M
     assert f"error: {as_json['error']}\n" == error
     for command in ("primitives", "dialects"):
         done = one.slapo(command, environ=environ)
-        assert (done.returncode, done.stdout, done.stderr) == (1, "", error)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", error)
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_show_tells_everything_about_one_plugin(one: FakeEnvironment) -> None:
 @pytest.mark.parametrize("name", ["acme", "acme-slap"])
 def test_show_of_an_unknown_plugin_suggests_and_fails(one: FakeEnvironment, name: str, message: Messages) -> None:
     done = one.slapo("plugins", "show", name)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     message(done.stderr, f"error: no plugin '{name}'", "\n  hint: did you mean acme-slapo")
 
 
@@ -136,7 +136,7 @@ def test_primitives_lists_without_importing_and_shows_one_with_its_arguments(one
     shown = json.loads(one.slapo("primitives", "pad", "--json").stdout)
     assert shown["arguments"][0] == {"default": None, "name": "axis", "required": True, "type": "int"}
     done = one.slapo("primitives", "cut")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "'sick.cut' of sick-slapo 1.0 (sick_slapo:Thing)" in done.stderr
 
@@ -191,7 +191,7 @@ def test_patterns_are_listed_without_importing_and_shown_with_their_forms(fake_d
     as_json = json.loads(fake_distributions.slapo("patterns", "show", "sum", "--json").stdout)
     assert (as_json["name"], as_json["documentation"]) == ("acme.sum", "A sum.")
     missing = fake_distributions.slapo("patterns", "show", "acme.product")
-    assert missing.returncode == 1
+    assert missing.returncode == 2
     assert "pattern 'acme.product'" in missing.stderr
     assert "did you mean 'acme.sum'?" in missing.stderr
 

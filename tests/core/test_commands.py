@@ -85,7 +85,7 @@ def test_a_command_is_listed_without_being_imported_and_runs(fake_distributions:
     assert sentinel.exists()
     assert "sums [OPTIONS] COMMAND" in fake_distributions.slapo("sums", "--help").stdout
     refused = fake_distributions.slapo("sums", "add", "--", "-2", "3")
-    assert (refused.returncode, refused.stderr) == (1, "error: no negative numbers\n  hint: slapo sums add 1 2\n")
+    assert (refused.returncode, refused.stderr) == (2, "error: no negative numbers\n  hint: slapo sums add 1 2\n")
     assert fake_distributions.slapo("sums", "subtract").returncode == 2
 
 
@@ -104,7 +104,7 @@ def test_a_command_that_cannot_be_used_says_why(fake_distributions: FakeEnvironm
 
     def error(*words: str, **environ: str) -> str:
         done = fake_distributions.slapo(*words, environ=environ)
-        assert done.returncode == 1, done.stdout
+        assert done.returncode == 2, done.stdout
         assert "Traceback" not in done.stderr
         return done.stderr
 

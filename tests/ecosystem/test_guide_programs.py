@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from slapo_testing import preload_modules
 from tests.ecosystem.pages import Page
+
+preload_modules("deepspeed")  # which prints when transformers imports it
 
 
 @pytest.mark.breadth
@@ -18,6 +21,10 @@ from tests.ecosystem.pages import Page
         "make-it-faster.md",
         "find-what-is-wrong.md",
         "gpus.md",
+        "fsdp-and-precision.md",
+        "weights.md",
+        "layer-types.md",
+        "hosts.md",
         "build-and-train.md",
         "lightning.md",
         "ready-schedules.md",

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slapo_core import Command
-from slapo_core.cli import print_json, print_table
+from slapo_core.cli import (
+    AsJson,
+    MeshSizes,
+    ModelName,
+    NamedSchedule,
+    ScheduleName,
+    batch_of,
+    find_function,
+    find_schedule,
+    print_json,
+    print_table,
+    progress,
+)
 from slapo_runtime.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -94,33 +104,6 @@ def find_device(name: str) -> DeviceSpec:
     return DeviceSpec.from_json(Path(name))
 
 
-@contextmanager
-def progress(total: int | None, what: str) -> Iterator[Callable[[str], None]]:
-    """Show progress on stderr: a bar on a terminal, otherwise a line for each part.
-
-    Args:
-        total: number of parts; None if unknown.
-        what: title of the progress.
-    """
-    if not sys.stderr.isatty():
-        yield lambda text: print(f"{what}: {text}", file=sys.stderr, flush=True)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        begun = False
-
-        def tell(text: str) -> None:
-            nonlocal begun
-            bar.update(task, advance=1 if begun and total is not None else 0, description=f"{what}: {text}")
-            begun = True
-
-        yield tell
-
-
 def _print(device: DeviceSpec) -> None:
     rows = [(f"products in {dtype}", f"{value / 1e12:.4g} TFLOP/s") for dtype, value in sorted(device.flops.items())]
     rows.append(("memory", "unknown" if device.memory is None else format_bytes(device.memory)))
@@ -134,10 +117,6 @@ def _print(device: DeviceSpec) -> None:
     print_table((device.name, ""), rows)
 
 
-Model = Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="A function that returns the model.")]
-ScheduleFunction = Annotated[
-    str | None, typer.Option("--schedule", metavar="MODULE:FN", help="A function of the schedule that applies steps.")
-]
 Loss = Annotated[str | None, typer.Option("--loss", metavar="MODULE:FN", help="loss(output, batch), as for build.")]
 Microbatches = Annotated[
     int | None, typer.Option("--microbatches", min=1, help="Micro-batches of a pipeline; default: as for build.")
@@ -146,7 +125,6 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="A JSON file for the target's option config, e.g. DeepSpeed's."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")]
 
 
 class EstimateCommands(Command):
@@ -161,11 +139,9 @@ class EstimateCommands(Command):
 
 
 def estimate(
-    model: Model,
-    schedule: ScheduleFunction = None,
-    mesh: Annotated[
-        str | None, typer.Option("--mesh", metavar="SIZES", help="Declared sizes, outermost first: dp=8,tp=8.")
-    ] = None,
+    schedule: ScheduleName,
+    model: ModelName = None,
+    mesh: MeshSizes = None,
     batch: Annotated[
         list[str] | None,
         typer.Option(
@@ -206,13 +182,11 @@ def estimate(
     Runs on this machine's CPU, without the memory of the step. Modules are imported from the current directory.
     Example:
 
-    slapo estimate bert:make_model --schedule bert:schedule --mesh dp=8,tp=8 --batch input_ids=4x512:int64
+    slapo estimate bert:schedule --model bert:make_model --mesh dp=8,tp=8 --batch input_ids=4x512:int64
     --batch labels=4x512:int64 --device h100
     """
     from slapo_core.errors import ArgumentError
-    from slapo_estimate.estimates import estimate_functions
 
-    sizes = mesh_of(mesh)
     try:
         limit = None if memory is None else parse_bytes(memory)
     except ArgumentError as error:
@@ -220,20 +194,16 @@ def estimate(
     spec = None if device is None else find_device(device)
     if not batch:
         raise typer.BadParameter("required, e.g. --batch input_ids=4x512:int64", param_hint="--batch")
-    sys.path.insert(0, str(Path.cwd()))
-    make_model = find(model, "MODULE:MODEL_FN")
-    apply = no_steps if schedule is None else find(schedule, "--schedule")
-    compute_loss = None if loss is None else find(loss, "--loss")
+    named = find_schedule(schedule, model=model, mesh=mesh)
+    compute_loss = None if loss is None else find_function(loss, "--loss")
     inputs, factory = batch_of(batch), optimizer_of(optimizer)
     options: dict[str, Any] = {} if microbatches is None else {"microbatches": microbatches}
     options |= {} if config is None else {"config": str(config)}
     with progress(None, "estimating") as tell:
-        tell(f"a training step on {sizes or 'one rank'}")
-        found = estimate_functions(
-            make_model,
-            apply,
+        tell(f"a training step on {named.mesh or 'one rank'}")
+        found = estimate_named(
+            named,
             inputs,
-            mesh=sizes,
             rank=rank,
             optimizer=factory,
             loss=compute_loss,
@@ -253,43 +223,20 @@ def estimate(
         raise typer.Exit(1)
 
 
-def no_steps(schedule: object) -> None:
-    """Leave the model unchanged."""
+def estimate_named(named: NamedSchedule, batch: Any, **options: Any) -> Estimate:
+    """Estimate a schedule of the command line.
 
+    Args:
+        named: made in the simulating processes by its functions; where one function makes model and schedule, made
+            here on the meta device.
+        batch: see :func:`slapo_core.estimate`.
+        options: see :func:`slapo_core.estimate`.
+    """
+    from slapo_estimate.estimates import estimate, estimate_functions
 
-_TENSOR = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*):(\w+)", re.ASCII)
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
-_KNOWN = 2**22  # elements of an integer tensor with values
-
-
-def find(name: str, option: str) -> Callable[..., Any]:
-    """Import the function ``"module:name"``."""
-    if _FUNCTION.fullmatch(name) is None:
-        raise typer.BadParameter(f"must be MODULE:FUNCTION (got {name!r})", param_hint=option)
-    module, _, own = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), own, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise typer.BadParameter(f"module {error.name!r} not found", param_hint=option) from error
-    if not callable(found):
-        raise typer.BadParameter(f"module {module!r} has no function {own!r}", param_hint=option)
-    function: Callable[..., Any] = found
-    return function
-
-
-def mesh_of(text: str | None) -> dict[str, int] | None:
-    """Parse sizes, e.g. ``"dp=8,tp=8"``."""
-    if text is None:
-        return None
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        mesh_dim, equals, size = part.strip().partition("=")
-        if not equals or not size.isascii() or not size.isdecimal() or mesh_dim in sizes or int(size) < 1:
-            raise typer.BadParameter(f"must be sizes, e.g. dp=8,tp=8 (got {text!r})", param_hint="--mesh")
-        sizes[mesh_dim] = int(size)
-    return sizes
+    if named.make_model is not None:
+        return estimate_functions(named.make_model, named.apply, batch, mesh=named.mesh, **options)
+    return estimate(named.make(on_meta=True), batch, **options)
 
 
 def optimizer_of(name: str) -> Callable[..., Any] | None:
@@ -299,53 +246,12 @@ def optimizer_of(name: str) -> Callable[..., Any] | None:
     if name.lower() == "none":
         return None
     if ":" in name:
-        return find(name, "--optimizer")
+        return find_function(name, "--optimizer")
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise typer.BadParameter(f"torch.optim has no optimizer {name!r}", param_hint="--optimizer")
     factory: Callable[..., Any] = found
     return factory
-
-
-def batch_of(words: Sequence[str]) -> Any:
-    """Make the batch: by a function, or as a dictionary or tuple of tensors."""
-    if len(words) == 1 and _FUNCTION.fullmatch(words[0]) and _TENSOR.fullmatch(words[0]) is None:
-        made = find(words[0], "--batch")()
-        if made is None:
-            raise typer.BadParameter(f"{words[0]} must return a batch (got None)", param_hint="--batch")
-        return made
-    named: dict[str, Any] = {}
-    positional: list[Any] = []
-    for word in words:
-        match = _TENSOR.fullmatch(word)
-        if match is None:
-            raise typer.BadParameter(
-                f"must be MODULE:FUNCTION or e.g. input_ids=4x512:int64 (got {word!r})", param_hint="--batch"
-            )
-        tensor = _tensor(match[1] or "", [int(size) for size in match[2].split("x")], match[3])
-        if match[1] is None:
-            positional.append(tensor)
-        elif match[1] in named:
-            raise typer.BadParameter(f"{match[1]!r} is given twice", param_hint="--batch")
-        else:
-            named[match[1]] = tensor
-    if named and positional:
-        raise typer.BadParameter("give all tensors a name, or none", param_hint="--batch")
-    return named or tuple(positional)
-
-
-def _tensor(name: str, shape: list[int], dtype_name: str) -> Any:
-    """Make a tensor; integers have values, because models read masks."""
-    import math
-
-    import torch
-
-    dtype = getattr(torch, dtype_name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise typer.BadParameter(f"torch has no dtype {dtype_name!r}", param_hint="--batch")
-    if dtype.is_floating_point or dtype.is_complex or math.prod(shape) > _KNOWN:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    return torch.full(shape, int("mask" in name), dtype=dtype)
 
 
 def as_plain(estimate: Estimate) -> dict[str, Any]:

@@ -5,28 +5,24 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slapo_core import Command
-from slapo_core.cli import print_json
-from slapo_estimate.commands import (
+from slapo_core.cli import (
     AsJson,
-    ConfigFile,
-    Loss,
-    Microbatches,
-    Model,
-    ScheduleFunction,
+    MeshSizes,
+    ModelName,
+    NamedSchedule,
+    ScheduleName,
     batch_of,
-    find,
-    find_device,
-    mesh_of,
-    no_steps,
-    optimizer_of,
+    find_function,
+    find_schedule,
+    print_json,
     progress,
 )
+from slapo_estimate.commands import ConfigFile, Loss, Microbatches, estimate_named, find_device, optimizer_of
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -46,11 +42,9 @@ class ObserveCommands(Command):
 
 
 def observe(
-    model: Model,
-    schedule: ScheduleFunction = None,
-    mesh: Annotated[
-        str | None, typer.Option("--mesh", metavar="SIZES", help="Declared sizes, outermost first: dp=2,tp=2.")
-    ] = None,
+    schedule: ScheduleName,
+    model: ModelName = None,
+    mesh: MeshSizes = None,
     batch: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,43 +81,31 @@ def observe(
     Starts the processes of the mesh on this machine's CPU. Exits with 1 if an effect is missing, and with 2 if the
     steps cannot run. Modules are imported from the current directory. Example:
 
-    slapo observe bert:make_model --schedule bert:schedule --mesh tp=2 --batch input_ids=2x64:int64
+    slapo observe bert:schedule --model bert:make_model --mesh tp=2 --batch input_ids=2x64:int64
     --batch labels=2x64:int64
     """
     from slapo_core.errors import SlapoError
 
-    sizes = mesh_of(mesh)
     spec = None if device is None else find_device(device)
     if not batch:
         raise typer.BadParameter("required, e.g. --batch input_ids=2x64:int64", param_hint="--batch")
-    sys.path.insert(0, str(Path.cwd()))
-    make_model = find(model, "MODULE:MODEL_FN")
-    apply = no_steps if schedule is None else find(schedule, "--schedule")
-    compute_loss = None if loss is None else find(loss, "--loss")
+    named = find_schedule(schedule, model=model, mesh=mesh)
+    compute_loss = None if loss is None else find_function(loss, "--loss")
     inputs, factory = batch_of(batch), optimizer_of(optimizer) if target is not None else None
     options: dict[str, Any] = {} if microbatches is None else {"microbatches": microbatches}
     options |= {} if config is None else {"config": str(config)}
     arguments = {"optimizer": factory, "loss": compute_loss, "accumulate": accumulate, **options}
     try:
         with progress(None, "observing") as tell:
-            tell(f"training steps on {sizes or 'one rank'}")
+            tell(f"training steps on {named.mesh or 'one rank'}")
             build = None if target is None else {"target": target, **arguments}
-            found = _observed(make_model, apply, inputs, sizes, steps, compute_loss, build, timeout)
+            found = _observed(named, inputs, steps, compute_loss, build, timeout)
         comparison = None
         if with_estimate:
-            from slapo_estimate.estimates import estimate_functions
-
             with progress(None, "estimating") as tell:
-                tell(f"a training step on {sizes or 'one rank'}")
-                predicted = estimate_functions(
-                    make_model,
-                    apply,
-                    inputs,
-                    mesh=sizes,
-                    device=spec,
-                    target=target or "torch",
-                    timeout=timeout,
-                    **arguments,
+                tell(f"a training step on {named.mesh or 'one rank'}")
+                predicted = estimate_named(
+                    named, inputs, device=spec, target=target or "torch", timeout=timeout, **arguments
                 )
             comparison = found.compare(predicted)
     except SlapoError as error:
@@ -143,10 +125,8 @@ def observe(
 
 
 def _observed(
-    make_model: Callable[[], Any],
-    apply: Callable[[Any], Any],
+    named: NamedSchedule,
     batch: Any,
-    sizes: Mapping[str, int] | None,
     steps: int,
     loss: Callable[..., Any] | None,
     build: Mapping[str, Any] | None,
@@ -167,8 +147,7 @@ def _observed(
         return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
     torch.manual_seed(0)
-    schedule = slapo.create_schedule(make_model(), mesh=sizes)
-    apply(schedule)
+    schedule = named.make()
     given = tree_map_only(torch.Tensor, with_values, batch)
     if build is None:
         return slapo.observe(schedule, given, steps=steps, loss=loss, timeout=timeout)

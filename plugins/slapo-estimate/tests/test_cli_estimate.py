@@ -73,13 +73,14 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(make_app(), list(words))
 
 
-ESTIMATE = ("estimate", "tiny_estimated:make_model", "--loss", "tiny_estimated:loss")
+PLAIN = ("estimate", "tiny_estimated:make_model", "--loss", "tiny_estimated:loss")
+ESTIMATE = ("estimate", "tiny_estimated:schedule", "--model", *PLAIN[1:])
 BATCH = ("--batch", "x=4x16:float32", "--batch", "mask=4:int64")
 
 
 @pytest.mark.slow
 def test_estimate_prints_tables_and_json(here: Path) -> None:
-    words = (*ESTIMATE, "--schedule", "tiny_estimated:schedule", "--mesh", "dp=2,tp=2", *BATCH, "--device", "h100")
+    words = (*ESTIMATE, "--mesh", "dp=2,tp=2", *BATCH, "--device", "h100")
     done = run(*words, "--json")
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout)
@@ -104,7 +105,7 @@ def test_estimate_prints_tables_and_json(here: Path) -> None:
 
 @pytest.mark.slow
 def test_micro_batches_of_a_pipeline_are_passed_and_reported(here: Path) -> None:
-    words = ("estimate", "tiny_estimated:make_pair", "--schedule", "tiny_estimated:cut")
+    words = ("estimate", "tiny_estimated:cut", "--model", "tiny_estimated:make_pair")
     words = (*words, "--loss", "tiny_estimated:mean", "--mesh", "pp=2", "--batch", "input=8x16:float32")
     for given, number in ((), 2), (("--microbatches", "4"), 4):
         done = run(*words, *given)
@@ -115,7 +116,7 @@ def test_micro_batches_of_a_pipeline_are_passed_and_reported(here: Path) -> None
 
 @pytest.mark.slow
 def test_step_over_the_memory_limit_exits_with_1(here: Path) -> None:
-    done = run(*ESTIMATE, "--batch", "tiny_estimated:batch", "--optimizer", "SGD", "--memory", "1KiB")
+    done = run(*PLAIN, "--batch", "tiny_estimated:batch", "--optimizer", "SGD", "--memory", "1KiB")
     assert done.exit_code == 1
     assert "error: the step needs" in done.stderr
     assert "more than --memory 1KiB" in done.stderr

@@ -76,15 +76,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("tiny_observed", None)
 
 
-def run(*words: str) -> Result:
-    return CliRunner().invoke(make_app(), ["observe", "tiny_observed:make_model", *words])
+def run(schedule: str, *words: str) -> Result:
+    names = (f"tiny_observed:{schedule}", "--model", "tiny_observed:make_model")
+    return CliRunner().invoke(make_app(), ["observe", *names, *words])
 
 
 def test_a_missing_effect_ends_with_1(here: Path) -> None:
-    right = run("--schedule", "tiny_observed:checkpoints", *BATCH)
+    right = run("checkpoints", *BATCH)
     assert right.exit_code == 0, right.output
     assert "effects seen: 1 of 1" in right.output
-    wrong = run("--schedule", "tiny_observed:no_op", *BATCH, "--json", "--steps", "2")
+    wrong = run("no_op", *BATCH, "--json", "--steps", "2")
     assert wrong.exit_code == 1
     found = json.loads(wrong.stdout)
     assert (found["missing"], found["steps"]) == (1, 2)
@@ -94,22 +95,22 @@ def test_a_missing_effect_ends_with_1(here: Path) -> None:
 
 
 def test_bad_input_ends_with_2(here: Path) -> None:
-    for words, text in (
-        ((), "required"),
-        (("--batch", "y=4x16:float32"), "does not take this batch"),
-        ((*BATCH, "--loss", "tiny_observed:make_model"), "TypeError"),
-        ((*BATCH, "--mesh", "tp"), "must be sizes"),
-        ((*BATCH, "--schedule", "tiny_observed:none"), "no function 'none'"),
-        ((*BATCH, "--target", "none"), "dialect 'none'"),
-        ((*BATCH, "--schedule", "tiny_observed:schedule"), "mesh"),
+    for schedule, words, text in (
+        ("checkpoints", (), "required"),
+        ("checkpoints", ("--batch", "y=4x16:float32"), "does not take this batch"),
+        ("checkpoints", (*BATCH, "--loss", "tiny_observed:make_model"), "TypeError"),
+        ("checkpoints", (*BATCH, "--mesh", "tp"), "must be sizes"),
+        ("none", BATCH, "no function 'none'"),
+        ("checkpoints", (*BATCH, "--target", "none"), "dialect 'none'"),
+        ("schedule", BATCH, "mesh"),
     ):
-        result = run(*words)
+        result = run(schedule, *words)
         assert result.exit_code == 2, (words, result.output, result.exception)
         assert text in " ".join(result.output.split()), result.output
 
 
 def test_an_engine_is_built_with_a_target(here: Path) -> None:
-    result = run("--schedule", "tiny_observed:checkpoints", *BATCH, "--target", "torch", "--optimizer", "SGD")
+    result = run("checkpoints", *BATCH, "--target", "torch", "--optimizer", "SGD")
     assert result.exit_code == 0, result.output
     assert " optimizer " in result.output
 
@@ -117,7 +118,7 @@ def test_an_engine_is_built_with_a_target(here: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_mesh_is_observed_beside_its_estimate(here: Path) -> None:
-    words = ("--schedule", "tiny_observed:schedule", "--mesh", "tp=2", "--target", "torch", "--estimate")
+    words = ("schedule", "--mesh", "tp=2", "--target", "torch", "--estimate")
     result = run(*words, *BATCH, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -274,5 +274,5 @@ def test_an_unknown_plugin_is_an_error_with_a_suggestion(
 ) -> None:
     fake_distributions.install(acme())
     done = fake_distributions.slapo("plugins", "check", "acme-slap")
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     message(done.stderr, "error: no plugin 'acme-slap'", "\n  hint: did you mean acme-slapo?")

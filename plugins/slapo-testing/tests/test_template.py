@@ -127,7 +127,7 @@ def test_existing_directory_is_refused_unchanged(
     (tmp_path / "acme-slapo").mkdir()
     (tmp_path / "acme-slapo" / "README.md").write_text("mine")
     done = fake_distributions.slapo("plugins", "new", "acme-slapo", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     message(done.stderr, "error: acme-slapo already exists", "\n  hint: slapo plugins new acme-slapo --directory OTHER")
     assert [path.name for path in (tmp_path / "acme-slapo").iterdir()] == ["README.md"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slapo_core import Command
-from slapo_core.cli import print_json, print_table
-from slapo_estimate.commands import AsJson, Loss, Model, batch_of, find, find_device, optimizer_of, progress
+from slapo_core.cli import AsJson, batch_of, call_function, find_function, print_json, print_table, progress
+from slapo_estimate.commands import Loss, find_device, optimizer_of
 
 if TYPE_CHECKING:
     from slapo_models.choice.search import Choice
@@ -28,7 +28,7 @@ class SuggestCommands(Command):
 
 
 def suggest(
-    model: Model,
+    model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="A function that returns the model.")],
     devices: Annotated[int, typer.Option("--devices", min=1, help="Number of devices, one rank each.")],
     batch: Annotated[
         list[str] | None,
@@ -80,17 +80,16 @@ def suggest(
     from slapo_estimate.composition import memory_limit
     from slapo_models.choice.search import auto_schedule
 
-    sys.path.insert(0, str(Path.cwd()))
-    make_model = find(model, "MODULE:MODEL_FN")
-    apply = None if schedule is None else find(schedule, "--schedule")
-    compute_loss = None if loss is None else find(loss, "--loss")
+    make_model = find_function(model, "MODULE:MODEL_FN")
+    apply = None if schedule is None else find_function(schedule, "--schedule")
+    compute_loss = None if loss is None else find_function(loss, "--loss")
     inputs, factory, spec = batch_of(batch), optimizer_of(optimizer), find_device(device)
     try:
         limit = memory_limit(memory, spec)
     except ArgumentError as error:
         raise typer.BadParameter(f"{error.message}; e.g. {error.hint}", param_hint="--memory") from error
     with torch.device("meta"):
-        made = make_model()
+        made = call_function(make_model, model)
     if not isinstance(made, torch.nn.Module):
         raise typer.BadParameter(f"must return a torch.nn.Module (got {type(made).__name__})", param_hint=model)
     with progress(None, "suggesting") as tell:

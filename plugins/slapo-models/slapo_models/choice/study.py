@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def study_source(
         '"""Measure the best predicted meshes: slapo tune run FILE."""',
         "",
         "import slapo_tune",
-        "from slapo_estimate.commands import batch_of, optimizer_of",
+        "from slapo_core.cli import batch_of",
+        "from slapo_estimate.commands import optimizer_of",
         "from slapo_estimate.depth import first_samples, samples_of",
         steps,
         _import(model, "make_model"),
@@ -111,7 +113,8 @@ def _near(count: int, samples: int) -> list[int]:
 
 
 def _import(name: str, alias: str) -> str:
-    module, _, function = name.partition(":")
+    place, _, function = name.partition(":")
+    module = Path(place).stem if place.endswith(".py") else place
     return f"from {module} import {function}" + (f" as {alias}" if function != alias else "")
 
 
