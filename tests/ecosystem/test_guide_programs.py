@@ -23,6 +23,11 @@ preload_modules("deepspeed")  # which prints when transformers imports it
         "gpus.md",
         "fsdp-and-precision.md",
         "weights.md",
+        "layer-types.md",
+        "hosts.md",
+        "build-and-train.md",
+        "lightning.md",
+        "ready-schedules.md",
     ],
 )
 def test_the_commands_print_what_the_page_shows(name: str, tmp_path: Path) -> None:
