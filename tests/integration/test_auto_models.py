@@ -14,6 +14,13 @@ from tests.tiers import sampled
 
 SPLIT = sampled(("causal: llama", "causal: mixtral", "other: t5", "causal: gpt2", "odd: packed by groups"))
 TRAPS = sampled([f"trap: {name}" for name in TRAP_MODELS], 16)
+MORE_RANKS = sampled(
+    (
+        "causal: llama", "trap: keys clip their gradient", "trap: keys without their module", "causal: qwen3",
+        "causal: phi3", "trap: values are read besides", "trap: queries of a head beside each other",
+        "causal: falcon", "causal: gpt_bigcode", "causal: mixtral",
+    ), 5
+)  # fmt: skip
 PLANTED = (
     "causal: qwen3", "causal: gpt2", "causal: falcon", "causal: opt", "causal: gemma2", "causal: gpt_neox",
     "causal: phi3", "causal: mixtral", "other: bert", "other: bart",
@@ -33,6 +40,17 @@ def test_an_automatic_schedule_splits_what_it_should_and_changes_no_number() -> 
     for one in answers[0][: len(SPLIT)]:
         assert one.share >= 0.75, one
         assert one.kind not in ("causal", "odd") or one.collectives[:2] == one.megatron, one
+
+
+@pytest.mark.ranks
+def test_kv_heads_are_on_several_ranks_where_the_ranks_are_more() -> None:
+    answers = run_ranks(judge_on_ranks, MORE_RANKS, "auto", world_size=4, timeout=300)
+    for found in zip(*answers, strict=True):
+        assert [(one.name, one.result) for one in found] == [(found[0].name, "equal")] * 4
+    for one in answers[0]:
+        if one.kind == "causal":
+            assert one.share >= 0.75, one
+            assert one.collectives[:2] == one.megatron, one
 
 
 @pytest.mark.ranks

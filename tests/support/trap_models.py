@@ -201,6 +201,28 @@ class Clipped(torch.autograd.Function):
         return gradient.clamp(-0.01, 0.01)
 
 
+class Concatenated(nn.Module):
+    """A product of features that are beside each other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, WIDTH) * 0.1)
+
+    def forward(self, *features: Tensor) -> Tensor:
+        return torch.cat(features, -1) @ self.weight
+
+
+class Added(nn.Module):
+    """A block with its input added."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
 class Grouped(nn.Module):
     """Attention with a KV head for two query heads; on four ranks each is on two of them."""
 
@@ -208,17 +230,19 @@ class Grouped(nn.Module):
         super().__init__()
         self.trap, self.heads, self.kv, self.shared = trap, HEADS, HEADS // 2, 2
         self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.k, self.v = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
-        self.more = nn.Parameter(torch.randn(WIDTH // 2, WIDTH) * 0.1)
+        self.k, self.v = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
+        self.more = Concatenated(WIDTH // 2)
         self.scales = nn.Parameter(torch.rand(HEADS // 2, 1, 2, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
         size, trap = WIDTH // HEADS, self.trap
-        k = F.linear(x, self.k.weight) if trap == "keys without their module" else self.k(x)
+        x = Clipped.apply(x) if trap in ("an input clips its gradient", "a clipped input read by a function") else x
+        by_function = trap in ("keys without their module", "a clipped input read by a function")
+        k = F.linear(x, self.k.weight) if by_function else self.k(x)
         v = self.v(x)
         k = Clipped.apply(k) if trap == "keys clip their gradient" else k
-        x = x + v @ self.more if trap == "values are read besides" else x
+        beside = self.more(v) if trap == "values are read besides" else 0.0
         k, v = (each.view(rows, length, self.kv, size).transpose(1, 2) for each in (k, v))
         q = self.q(x).view(rows, length, self.heads, size).transpose(1, 2)
         if trap == "queries of a head beside each other":
@@ -240,7 +264,7 @@ class Grouped(nn.Module):
                     -1, -1, groups, -1, -1
                 ).flatten(1, 2)
             mixed = scores.softmax(-1) @ v
-        return x + self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
+        return self.o(mixed.transpose(1, 2).reshape(rows, length, -1)) + beside
 
 
 class Bare(nn.Module):
@@ -360,14 +384,14 @@ class Returned(Product):
 
 
 class Beside(nn.Module):
-    """A product of features and the input beside them, of which a split of the features is only a part."""
+    """A product that sums over a split axis and a full one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.out = nn.Linear(WIDTH, INNER), nn.Parameter(torch.randn(INNER + WIDTH, WIDTH) * 0.1)
+        self.up, self.down = nn.Linear(WIDTH, INNER), Concatenated(INNER + WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.cat([self.up(x).tanh(), x.cos()], -1) @ self.out
+        return x + self.down(self.up(x).tanh(), x.cos())
 
 
 class Adapted(nn.Module):
@@ -537,8 +561,9 @@ ATTENTIONS = (
 
 GROUPED = (
     "keys and values of two query heads", "keys without their module", "keys clip their gradient",
-    "values are read besides", "queries of a head beside each other", "heads in turn",
-    "scaled by the queries of a head", "scales in another order", "scores averaged over the queries of a head",
+    "an input clips its gradient", "a clipped input read by a function", "values are read besides",
+    "queries of a head beside each other", "heads in turn", "scaled by the queries of a head",
+    "scales in another order", "scores averaged over the queries of a head",
 )  # fmt: skip
 
 
@@ -569,7 +594,7 @@ TRAP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "called in three ways": (lambda: Net(Called), _x),
     "an input with a gradient": (lambda: Net(lambda: Mlp(lambda m, h, x: h), enter=False), _x),
     **{name: (lambda name=name: Net(lambda: Attention(name)), _x) for name in ATTENTIONS},
-    **{name: (lambda name=name: Net(lambda: Grouped(name)), _x) for name in GROUPED},
+    **{name: (lambda name=name: Net(lambda: Added(Grouped(name))), _x) for name in GROUPED},
     **SEQUENCE_TRAPS,
 }
 """Name -> (makes the model, makes its batch)."""

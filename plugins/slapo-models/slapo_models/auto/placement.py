@@ -437,6 +437,8 @@ class Follow:
             raise LeftWhole(f"the gradient of a {value.origin} is partial in {uses[0].where}")
         if value.made_by.name.startswith("collective::"):
             raise LeftWhole(f"the gradient of an earlier step's result is partial in {uses[0].where}")
+        if value.has_own_backward or value.changed_gradient:
+            raise LeftWhole(f"the gradient that the model changes itself is partial in {uses[0].where}")
         self._passed_on.add(value)
         for each in value.made_by.inputs:
             if each.needs_gradient and not self.is_split(each):

@@ -106,7 +106,8 @@ def _plan(
                 other.prove(candidate)
             together.add(candidate)
         except LeftWhole as reason:
-            failures.update(dict.fromkeys(candidate.leaves, str(reason)))
+            for leaf in candidate.leaves:
+                failures.setdefault(leaf, str(reason))
             continue
         taken.update(candidate.members)
         proved.append(candidate)
