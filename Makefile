@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check lint format messages durations install clean
+.PHONY: help demo docs test test-all check lint format messages durations install clean
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -54,6 +54,12 @@ lint: $(STAMP)  ## style, types, import contracts, budgets of code lines and ver
 	$(VENV)/bin/lint-imports
 	$(PYTHON) tools/budget.py
 	$(PYTHON) tools/release.py --check
+
+docs: $(STAMP)  ## build the site in build/site, with its search, and check links and anchors
+	@$(PYTHON) -c "import furo, myst_parser, sphinx_copybutton" 2>/dev/null || \
+	    $(PYTHON) -m pip install -qq -c constraints.txt 'slapo-core[docs]'
+	$(PYTHON) -m sphinx --quiet --fail-on-warning --keep-going --fresh-env --builder html docs build/site
+	@echo "build/site/index.html"
 
 messages: $(STAMP)  ## write the golden files of error messages again, as the tests find them (D=...)
 	$(PYTEST) --update-messages $(PYTEST_ARGS) $(TESTS)

@@ -25,7 +25,7 @@ import slapo_core as slapo
 import slapo_models
 from slapo_estimate.device import DEVICES
 from slapo_estimate.reduced_model import BlockKinds
-from slapo_models.choice.kernels import paying_kernels
+from slapo_models.auto.kernels import paying_kernels
 
 H100 = DEVICES["h100"]
 ADAMW: Any = functools.partial(torch.optim.AdamW, lr=1e-4)

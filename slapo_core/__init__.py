@@ -76,6 +76,7 @@ DISTRIBUTIONS = (
     "slapo-transformers",
     "slapo-tune",
     "slapo-verify",
+    "slapo-view",
 )
 """The project's distributions, which own their names whether or not they are installed."""
 
@@ -86,6 +87,7 @@ OWNERS = {
     ("commands", "patterns"): "slapo-graph",
     ("commands", "plugins.check"): "slapo-testing",
     ("commands", "plugins.new"): "slapo-testing",
+    ("commands", "show"): "slapo-view",
     ("commands", "suggest"): "slapo-models",
     ("losses", "torch"): "slapo-loss",
     ("primitives", "bind"): "slapo-fusion",
@@ -99,6 +101,7 @@ OWNERS = {
     ("primitives", "fuse"): "slapo-fusion",
     ("primitives", "linear_cross_entropy"): "slapo-loss",
     ("primitives", "merge"): "slapo-graph",
+    ("primitives", "picture"): "slapo-view",
     ("primitives", "pipeline_split"): "slapo-pipeline",
     ("primitives", "quantize"): "slapo-fusion",
     ("primitives", "shard"): "slapo-tp",

@@ -112,7 +112,7 @@ def reference_pages(note: str) -> dict[str, str]:
         note: the comment that says how they are made.
     """
     parts = [(title, list(_named(title))) for title in _PARTS]
-    parts.append(("Primitives", list(_primitives())))
+    parts.insert(1, ("Primitives", list(_primitives())))
     parts.append(("Patterns", list(_of_patterns())))
     parts.append(("Effects", list(_of_effects())))
     parts.append(("Testing", list(_of_testing())))

@@ -97,6 +97,13 @@ class Schedule(SchedulePrimitives):
         mesh = f", mesh={self.mesh}" if self.mesh else ""
         return f"<Schedule of {type(self.model).__name__}: {len(self._core.history)} steps{mesh}>"
 
+    def _repr_html_(self) -> str | None:
+        """Draw the schedule in a notebook by the query ``picture``; None where it is not installed."""
+        if not self._core.registry.has("queries", "picture"):
+            return None
+        html: str = self._core.member_named("picture", self.root, "")()._repr_html_()
+        return html
+
     # -- the steps --------------------------------------------------------------------------------------------
 
     def apply(self, primitive: Primitive) -> Node:

@@ -62,6 +62,7 @@ VIOLATIONS = {
         "slapo_fusion",
     ),
     "slapo-verify imports core, runtime only": ("slapo_verify/__init__.py", "slapo_estimate"),
+    "slapo-view imports core, runtime, graph, pipeline, estimate only": ("slapo_view/__init__.py", "slapo_verify"),
     "private modules of core are reached through slapo_core.internals": (
         "slapo_tp/shard.py",
         "slapo_core.tree",

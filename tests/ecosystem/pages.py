@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from slapo_core import RankFailedError
 from tests.support.programs import run_program
 
 __all__ = ["Block", "Page", "blocks", "matches", "steps"]
@@ -110,15 +111,35 @@ class Page:
     def runs_its_files(self, directory: Path) -> None:
         """Write its files, and run them as its commands say: ``python file arguments``, or by torchrun.
 
+        A ``diff`` block changes a file for the commands below it; a ``console status=1`` block shows an error.
+
         Args:
             directory: an empty one.
         """
         for block in self.blocks:
-            if block.key == "file":
+            if block.key == "file" and block.language != "diff":
                 (directory / block.value).write_text(block.text, encoding="utf-8")
         for block in self.blocks:
+            if block.language == "diff":
+                self.change(block, directory)
             for command, expected in steps(block.text) if block.language == "console" else ():
                 words = command.split()
                 processes = int(words[2]) if words[:2] == ["torchrun", "--nproc-per-node"] else None
                 script, *arguments = words[1 if processes is None else 3 :]
-                self.check(block, expected, run_program(directory / script, *arguments, processes=processes))
+                try:
+                    got = run_program(directory / script, *arguments, processes=processes)
+                except RankFailedError as error:
+                    if block.key != "status":
+                        raise
+                    expected, got = f"{expected.rstrip()}...", str(error).replace(f"{directory}/", "")
+                else:
+                    assert block.key != "status", f"{self.name}:{block.line}: no error"
+                self.check(block, expected, got)
+
+    def change(self, block: Block, directory: Path) -> None:
+        """Replace the ``-`` lines of a ``diff`` block by its ``+`` lines."""
+        file = directory / block.value
+        source = file.read_text(encoding="utf-8")
+        old, new = ("".join(re.findall(rf"^\{sign}(.*\n)", block.text, flags=re.MULTILINE)) for sign in "-+")
+        assert source.count(old) == 1, f"{self.name}:{block.line}"
+        file.write_text(source.replace(old, new), encoding="utf-8")

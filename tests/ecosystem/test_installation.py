@@ -168,7 +168,7 @@ def install(wheels: tuple[Path, ...], tmp_path: Path) -> Install:
 
 def program(readme: Path) -> str:
     """The first program of a README."""
-    return re.findall(r"```python(?: file=\S+)?\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)[0]
+    return re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)[0]
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ done everything and comes to its end ("terminate called without an active except
 def test_the_first_program_verifies_on_two_ranks(clean: CleanEnvironment) -> None:
     (clean.directory / "tiny_bert.py").write_text(TINY_BERT)
     printed = clean.script(
-        "tiny.py", program(ROOT / "docs/start.md").replace("from transformers import", "from tiny_bert import")
+        "tiny.py", program(ROOT / "README.md").replace("from transformers import", "from tiny_bert import")
     )
     assert "verified: BertForMaskedLM with 46 steps agrees with the reference model (2 ranks, float64)" in printed
 

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 _FURTHER = (
     "slapo-core", "slapo-deepspeed", "slapo-fusion", "slapo-graph", "slapo-lightning", "slapo-loss", "slapo-megatron",
     "slapo-pipeline", "slapo-runtime", "slapo-testing", "slapo-torch", "slapo-tp", "slapo-tune",
+    "slapo-view",
 )  # fmt: skip
 
 

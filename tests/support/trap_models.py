@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["TRAP_MODELS"]
+__all__ = ["SEQUENCE_TRAPS", "TRAP_MODELS"]
 
 WIDTH, HEADS, INNER = 24, 4, 48
 
@@ -189,6 +189,60 @@ class Attention(nn.Module):
         return x + self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
 
 
+class Clipped(torch.autograd.Function):
+    """Identity, whose gradient is clipped: not linear in it."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.clamp(-0.01, 0.01)
+
+
+class Grouped(nn.Module):
+    """Attention with a KV head for two query heads; on four ranks each is on two of them."""
+
+    def __init__(self, trap: str) -> None:
+        super().__init__()
+        self.trap, self.heads, self.kv, self.shared = trap, HEADS, HEADS // 2, 2
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+        self.more = nn.Parameter(torch.randn(WIDTH // 2, WIDTH) * 0.1)
+        self.scales = nn.Parameter(torch.rand(HEADS // 2, 1, 2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        size, trap = WIDTH // HEADS, self.trap
+        k = F.linear(x, self.k.weight) if trap == "keys without their module" else self.k(x)
+        v = self.v(x)
+        k = Clipped.apply(k) if trap == "keys clip their gradient" else k
+        x = x + v @ self.more if trap == "values are read besides" else x
+        k, v = (each.view(rows, length, self.kv, size).transpose(1, 2) for each in (k, v))
+        q = self.q(x).view(rows, length, self.heads, size).transpose(1, 2)
+        if trap == "queries of a head beside each other":
+            q = q.view(rows, self.kv, self.shared, length, size)
+            mixed = ((q @ k[:, :, None].transpose(-1, -2)).softmax(-1) @ v[:, :, None]).flatten(1, 2)
+        else:
+            groups = self.heads // self.kv
+            if trap == "heads in turn":
+                k, v = k.repeat(1, groups, 1, 1), v.repeat(1, groups, 1, 1)
+            else:
+                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            scores = q @ k.transpose(-1, -2)
+            if trap == "scaled by the queries of a head":
+                scores = scores / groups
+            elif trap == "scales in another order":  # the second of both axes is that of the KV heads
+                scores = scores * self.scales.transpose(0, 2).reshape(HEADS, 1, 1)
+            elif trap == "scores averaged over the queries of a head":
+                scores = scores - scores.unflatten(1, (-1, groups)).mean(2, keepdim=True).expand(
+                    -1, -1, groups, -1, -1
+                ).flatten(1, 2)
+            mixed = scores.softmax(-1) @ v
+        return x + self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
+
+
 class Bare(nn.Module):
     """Weights without modules."""
 
@@ -198,6 +252,122 @@ class Bare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (x @ self.into).relu() @ self.out
+
+
+class Product(nn.Module):
+    """The same, alone; what is done with the product is the trap."""
+
+    def __init__(self, behind: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.into, self.out, self.probe = (nn.Parameter(torch.randn(size) * 0.1) for size in
+                                           ((INNER, WIDTH), (WIDTH, INNER), (1, INNER)))  # fmt: skip
+        self.behind, self.scale, self.bias = behind, nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.behind(self, F.linear(x, self.into).tanh(), x)
+
+
+class Residual(nn.Module):
+    """A block whose inner module returns one tensor or more."""
+
+    def __init__(self, inner: nn.Module, form: str = "") -> None:
+        super().__init__()
+        self.inner, self.form = inner, form
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "tuple":
+            found = self.inner((x, x.cos()))
+        elif self.form == "turns":
+            found = (*self.inner(x, x.cos(), False), *self.inner(x.sin(), x, True))
+        else:
+            found = self.inner(x)
+        for each in found if isinstance(found, tuple) else (found,):
+            x = x + each
+        return x
+
+
+class Pair(nn.Module):
+    """Two inputs, one of which it only passes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = Product(lambda m, h, x: F.linear(h, m.out))
+        self.into, self.out = self.product.into, self.product.out
+
+    def forward(self, one: Any, other: Tensor | None = None, swap: bool = False) -> tuple[Tensor, Tensor]:
+        one, other = one if other is None else (other, one) if swap else (one, other)
+        return F.linear(F.linear(one, self.into).tanh(), self.out), other.sin()
+
+
+BEHIND: dict[str, Callable[..., Any]] = {
+    "a product squared": lambda m, h, x: (y := F.linear(h, m.out)) * y,
+    "divided by a product": lambda m, h, x: x / F.linear(h, m.out),
+    "a number is added to a product": lambda m, h, x: F.linear(h, m.out) + 1.5,
+    "a product by itself": lambda m, h, x: (y := F.linear(h, m.out)) @ y.transpose(1, 2) @ x,
+    "the positive part of a product": lambda m, h, x: torch.maximum(F.linear(h, m.out), torch.zeros(x.shape).to(x)),
+    "a product is added at an index": lambda m, h, x: x.index_add(1, torch.tensor([1]), F.linear(h, m.out)[:, :1]),
+    "gated by a projection of itself": lambda m, h, x: F.linear(h * F.linear(h, m.probe), m.out),
+    "the bias of another module": lambda m, h, x: F.linear(h, m.out, m.other.bias),
+    "a bias without a layer": lambda m, h, x: F.linear(h, m.out, m.bias),
+    "one weight scales shards and the input": lambda m, h, x: (
+        F.linear(h * m.scale.mean(), m.out), x * m.scale),
+}  # fmt: skip
+
+
+class Again(nn.Module):
+    """A reduced sum goes into features that are split as the first ones are, with no module between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.back = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH), nn.Linear(INNER, WIDTH)
+        self.weight = nn.Parameter(torch.randn(INNER, WIDTH) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).tanh()
+        return x + self.back(h * F.linear(self.down(h), self.weight))
+
+
+class Outer(nn.Module):
+    """Each feature times each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HEADS), nn.Linear(HEADS * HEADS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return x + self.down((h.unsqueeze(-1) * h.unsqueeze(-2)).flatten(-2))
+
+
+class Packed(nn.Module):
+    """A packed matrix, of which a layer on every rank reads a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.down, self.rest = nn.Linear(WIDTH, INNER + 6), nn.Linear(INNER, WIDTH), nn.Linear(6, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, rest = self.fused(x).split((INNER, 6), dim=-1)
+        return x + self.down(h.tanh()) + self.rest(rest)
+
+
+class Returned(Product):
+    """A model that returns its product, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, h, x: ((y := F.linear(h, m.out)), y * 2))
+
+
+class Beside(nn.Module):
+    """A product of features and the input beside them, of which a split of the features is only a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(WIDTH, INNER), nn.Parameter(torch.randn(INNER + WIDTH, WIDTH) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.cat([self.up(x).tanh(), x.cos()], -1) @ self.out
 
 
 class Adapted(nn.Module):
@@ -266,6 +436,98 @@ class Words(nn.Module):
         return self.head(x)
 
 
+class Tokens(nn.Module):
+    """A pair behind a norm, and something that may look at other tokens behind it."""
+
+    def __init__(self, behind: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.behind, self.gate = behind, nn.Linear(WIDTH, WIDTH)
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+        self.by_token, self.scale = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("places", torch.linspace(0, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self, x + self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def _first_token(module: Any, x: Tensor) -> Tensor:
+    x[:, 0] += 1
+    return x
+
+
+def _aside(module: Any, x: Tensor) -> Tensor:
+    module.seen = x
+    return x * 2
+
+
+def _twice(module: Any, x: Tensor) -> Tensor:
+    return x * module.scale + x.mean(1, keepdim=True) * module.scale
+
+
+BEHIND: dict[str, Callable[..., Tensor]] = {
+    "nothing between tokens": lambda m, x: x * (1 + m.scale.exp()),
+    "tokens shifted by one": lambda m, x: x + x.roll(1, 1),
+    "the mean token": lambda m, x: x - x.mean(1, keepdim=True),
+    "the mean token gates": lambda m, x: x * m.gate(x.mean(1)).sigmoid()[:, None],
+    "the first token for all": lambda m, x: x + x[:, :1],
+    "the first token in place": _first_token,
+    "tokens in place": lambda m, x: x.mul_(0.5).add_(1),
+    "cumulative over tokens": lambda m, x: x.cumsum(1),
+    "tokens weighed by position": lambda m, x: x * m.places[: x.shape[1], None],
+    "a parameter for each token": lambda m, x: x * m.by_token[: x.shape[1], None],
+    "positions computed": lambda m, x: x * torch.arange(x.shape[1])[:, None],
+    "positions computed, of one token": lambda m, x: x + torch.ones(x.shape[1]).cumsum(0)[-1:],
+    "scaled by the number of tokens": lambda m, x: x / x.shape[1],
+    "a convolution over tokens": lambda m, x: x + m.mix(x.transpose(1, 2)).transpose(1, 2),
+    "a softmax over tokens": lambda m, x: x * x.softmax(1),
+    "normalized over tokens too": lambda m, x: F.layer_norm(x, x.shape[1:]),
+    "pairs of tokens": lambda m, x: F.layer_norm(x.reshape(len(x), -1, 2 * WIDTH), (2 * WIDTH,)).view_as(x),
+    "tokens as rows": lambda m, x: F.layer_norm(x.flatten(0, 1), (WIDTH,)).view(x.shape),
+    "tokens as rows, shifted": lambda m, x: x + x.flatten(0, 1).roll(1, 0).view(x.shape),
+    "evaluation averages tokens": lambda m, x: x if m.training else x - x.mean(1, keepdim=True),
+    "one row averages tokens": lambda m, x: x - x.mean(1, keepdim=True) if len(x) == 1 else x,
+    "tokens kept aside": _aside,
+    "a parameter sees slices and all": _twice,
+    "gradient of tokens divided by its norm": lambda m, x: ByNorm.apply(x.transpose(1, 2)).transpose(1, 2),
+    "every second token": lambda m, x: torch.stack([x[:, 0::2], x[:, 1::2]], 2).flatten(1, 2),
+    "half of the tokens": lambda m, x: torch.cat([x[:, : x.shape[1] // 2] * 2, x[:, x.shape[1] // 2 :]], 1),
+}  # fmt: skip
+
+
+class Aside(nn.Module):
+    """A block that reads what another kept of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Tokens(_aside), Tokens(lambda m, x: x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x)) + self.one.seen
+
+
+class Changed(nn.Module):
+    """A block that changes its input in place, which is read later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Tokens(lambda m, x: x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.add_(1)) * 0.5
+
+
+class Later(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Changed(), Tokens(lambda m, x: x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        y = self.block(x)
+        return self.last(y + x)
+
+
 ATTENTIONS = (
     "scaled by the number of heads", "a window as wide as heads", "heads talk", "a temperature for each head",
     "slopes for each head", "slopes computed", "normalized heads", "attention averaged over heads",
@@ -273,17 +535,41 @@ ATTENTIONS = (
 )  # fmt: skip
 
 
+GROUPED = (
+    "keys and values of two query heads", "keys without their module", "keys clip their gradient",
+    "values are read besides", "queries of a head beside each other", "heads in turn",
+    "scaled by the queries of a head", "scales in another order", "scores averaged over the queries of a head",
+)  # fmt: skip
+
+
 def _x() -> dict[str, Tensor]:
     return {"x": torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(7))}  # as many words as heads
 
 
+SEQUENCE_TRAPS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    **{name: (lambda behind=behind: Net(lambda: Tokens(behind)), _x) for name, behind in BEHIND.items()},
+    "tokens kept aside and read": (lambda: Net(Aside), _x),
+    "an input changed in place": (lambda: Net(Later), _x),
+}
+"""Those where slices of the sequence are wrong, but for the first."""
+
 TRAP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **{name: (lambda between=between: Net(lambda: Mlp(between)), _x) for name, between in BETWEEN.items()},
     "weights without modules": (lambda: Net(Bare), _x),
+    "shards beside the input": (lambda: Net(Beside), _x),
     "an embedding with a norm": (Words, lambda: {"ids": torch.arange(10).view(2, 5)}),
+    **{name: (lambda behind=behind: Net(lambda: Residual(Product(behind))), _x) for name, behind in BEHIND.items()},
+    "a sum gates its own features": (lambda: Net(Again), _x),
+    "each feature times each": (lambda: Net(Outer), _x),
+    "a part of a packed matrix is read in full": (lambda: Net(Packed), _x),
+    "a product is returned and read": (Returned, _x),
+    "two inputs in a tuple": (lambda: Net(lambda: Residual(Pair(), "tuple")), _x),
+    "two inputs in turn": (lambda: Net(lambda: Residual(Pair(), "turns")), _x),
     "adapters": (lambda: Net(Adapted), _x),
     "called in three ways": (lambda: Net(Called), _x),
     "an input with a gradient": (lambda: Net(lambda: Mlp(lambda m, h, x: h), enter=False), _x),
     **{name: (lambda name=name: Net(lambda: Attention(name)), _x) for name in ATTENTIONS},
+    **{name: (lambda name=name: Net(lambda: Grouped(name)), _x) for name in GROUPED},
+    **SEQUENCE_TRAPS,
 }
 """Name -> (makes the model, makes its batch)."""

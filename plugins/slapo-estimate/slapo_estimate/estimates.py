@@ -16,7 +16,6 @@ from slapo_estimate.device import DeviceSpec
 from slapo_estimate.results import Estimate
 from slapo_estimate.source import Functions, ScheduleSource, of_schedule, require_sendable, sendable_batch
 from slapo_runtime.launcher import preload_modules, run_process
-from slapo_runtime.schedule_copies import installed_modules
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -87,10 +86,8 @@ def estimate(
     sizes = mesh if mesh is not None else schedule.mesh.sizes if schedule.mesh is not None else None
     batch = schedule.example_inputs if example_inputs is None else example_inputs
     _require_batch(batch, "sch.estimate({'input_ids': ids, 'labels': ids}, optimizer=...)")
-    source = of_schedule(schedule)
-    preload_modules(*installed_modules(source.model))
     return estimate_source(
-        source,
+        of_schedule(schedule),
         batch,
         mesh=sizes,
         rank=rank,

@@ -14,7 +14,8 @@ from torch import nn
 from slapo_core import create_schedule
 from slapo_core.errors import ArgumentError, EstimateError, SealedError, SerializationError
 from slapo_core.internals import buffers_of, parameters_of
-from slapo_runtime.schedule_copies import Sent, sent
+from slapo_runtime.launcher import preload_modules
+from slapo_runtime.schedule_copies import Sent, installed_modules, sent
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -126,6 +127,8 @@ class Functions:
 def of_schedule(schedule: Schedule) -> Sent:
     """Make a source from the reference model without values, and the steps; the schedule is only read.
 
+    A server of the processes that starts later imports the model's installed modules once for all of them.
+
     Raises:
         SealedError: the schedule dropped its reference model.
         SerializationError: a step cannot be sent to another process.
@@ -150,4 +153,5 @@ def of_schedule(schedule: Schedule) -> Sent:
             f"estimate repeats the schedule in another process, but {error.message}",
             hint=f"{error.hint}; or {instead}" if error.hint else instead,
         ) from error
+    preload_modules(*installed_modules(found.model))
     return dataclasses.replace(found, example_inputs=sendable_batch(found.example_inputs))

@@ -109,6 +109,44 @@ class Experts(nn.Module):
         return result.view_as(x)
 
 
+class Named(nn.Module):
+    """Experts by their names, and a router moved in the forward, behind a recurrent layer; they may be dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.router = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleDict(
+            {f"expert_{n}": nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for n in range(2)}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.read(x)[0].flatten(0, 1)
+        result = torch.zeros_like(flat)
+        if torch.rand([]) < 1e-9:
+            return result.view_as(x)
+        self.router = self.router.to(flat.dtype)
+        weights, chosen = self.router(flat).softmax(-1).max(-1)
+        mask = F.one_hot(chosen, 2)
+        for number in mask.sum(0).nonzero():
+            (tokens,) = torch.where(mask[:, number[0]])
+            found = self.experts[f"expert_{number[0]}"](flat[tokens])
+            result.index_add_(0, tokens, found * weights[tokens, None])
+        return result.view_as(x)
+
+
+class Sized(Experts):
+    """The same experts, whose tokens are put in order and split by their numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).max(-1)
+        order, found = chosen.argsort(), []
+        for number, tokens in enumerate(flat[order].split(F.one_hot(chosen, 2).sum(0).tolist())):
+            gate, up = (tokens @ self.up[number]).chunk(2, dim=-1)
+            found.append((F.silu(gate) * up) @ self.down[number])
+        return torch.zeros_like(flat).index_add(0, order, torch.cat(found) * weights[order, None]).view_as(x)
+
+
 class Convolutions(nn.Module):
     """Convolutions, one of them of each channel by itself, with norms of channels."""
 
@@ -194,6 +232,8 @@ ODD = {
     "a sum is read": Odd(ReadsASum, ("up.weight", "down.weight")),
     "a sum of frozen layers is read": Odd(lambda: ReadsASum(frozen=True), ("up.weight", "down.weight")),
     "experts": Odd(Experts, ("up", "down")),
+    "named experts": Odd(Named, tuple(f"experts.expert_{n}.{layer}.weight" for n in range(2) for layer in (0, 2))),
+    "experts of computed sizes": Odd(Sized, ("up", "down")),
     "convolutions": Odd(
         Convolutions, ("first.weight", "each.weight", "last.weight"), lambda: (torch.randn(2, 3, 6, 6),)
     ),

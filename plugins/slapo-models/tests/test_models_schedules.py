@@ -121,7 +121,7 @@ def test_attention_by_causal_masks_is_right_and_finds_padding(name: str) -> None
         sch.model(**padded)
 
 
-def test_the_pages_show_the_schedule_its_lines_and_its_kernels() -> None:
+def test_the_pages_show_lines_and_kernels() -> None:
     functions, readme = (
         schedule_functions(),
         (ROOT / "plugins" / "slapo-models" / "README.md").read_text(encoding="utf-8"),
@@ -129,11 +129,6 @@ def test_the_pages_show_the_schedule_its_lines_and_its_kernels() -> None:
     for name, family in FAMILIES.items():
         (row,) = re.findall(rf"^\| `{name}` \|.*\| (\d+) \| (\d+|-) \|$", readme, re.MULTILINE)
         assert row == (str(lines_of(functions[name], functions)), str(family.paper or "-"))
-
-    (shown,) = re.findall(r"^```python\n(def llama\(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
-    kept = functions["llama"]
-    kept.body = kept.body[1:]
-    assert ast.dump(parsed(shown)["llama"]) == ast.dump(kept)
 
     page = (ROOT / "docs" / "guides" / "real-models.md").read_text(encoding="utf-8")
     for name, family in FAMILIES.items():

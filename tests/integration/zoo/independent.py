@@ -235,7 +235,8 @@ class Collectives(TorchDispatchMode):
     """Count the collectives inside of repeated blocks, forward and backward.
 
     Sums of gradients of parameters (`sync_gradient`, KV heads that ranks share) are counted by themselves: runtimes
-    send them together with others, once a step. They are told by their shapes.
+    send them together with others, once a step. They are told by their shapes, and by ``all_to_all``, which only KV
+    heads use.
 
     Args:
         model: the scheduled model.
@@ -307,7 +308,8 @@ class Collectives(TorchDispatchMode):
             if self._inside is None:
                 self.elsewhere += 1
             elif self._is_backward:
-                (self.gradients if shapes & self._shapes else self.backward)[self._inside] += 1
+                is_parameter = shapes & self._shapes or "all_to_all" in name
+                (self.gradients if is_parameter else self.backward)[self._inside] += 1
             else:
                 self.forward[self._inside] += 1
         return func(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from tests.integration.zoo.architectures import CannotMake, architectures
 from tests.integration.zoo.torch_models import TORCH_MODELS
 
-__all__ = ["Subject", "subject", "subjects"]
+__all__ = ["Subject", "call", "copied", "subject", "subjects"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ class Subject:
 def call(model: nn.Module, batch: Any) -> Any:
     """Run a model on a batch in the form that ``slapo.verify`` takes."""
     return model(**batch) if isinstance(batch, dict) else model(*batch)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy of a model; tensors that a forward left in its modules lose their graph, which cannot be copied."""
+    left = [tensor for module in model.modules() for tensor in (*vars(module).values(), *module.buffers(recurse=False))]
+    memo = {id(one): one.detach().clone() for one in left if isinstance(one, torch.Tensor) and one.grad_fn is not None}
+    return copy.deepcopy(model, memo)
 
 
 def subjects() -> tuple[Subject, ...]:

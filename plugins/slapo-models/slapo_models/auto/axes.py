@@ -7,7 +7,7 @@ keys and values in one matrix). A leaf is what can be split.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 LEAF, PRODUCT, SUM = "leaf", "product", "sum"
 
@@ -225,6 +225,27 @@ def viewed(axes: Sequence[Axis], shape: Sequence[int], where: str) -> list[Axis]
             return [*found, *(_blocked(size, where) for size in shape[len(found) :])]
         found.append(product(taken) if size != 1 else Axis(1))
     return found
+
+
+def coverage(axes: Iterable[Axis], leaves: frozenset[Axis]) -> frozenset[frozenset[Axis]]:
+    """Return which of some leaves the elements of a tensor belong to.
+
+    Args:
+        axes: of the tensor.
+        leaves: to look for.
+
+    Returns:
+        one set for each kind of element: of queries beside keys, those of the queries and those of the keys.
+    """
+    found = {frozenset[Axis]()}
+    for axis in axes:
+        axis = axis.found()
+        if axis.kind == SUM:
+            own = frozenset().union(*(coverage((part,), leaves) for part in axis.parts))
+        else:
+            own = coverage(axis.parts, leaves) if axis.kind == PRODUCT else frozenset((leaves & {axis},))
+        found = {one | other for one in found for other in own}
+    return frozenset(found)
 
 
 def _blocked(size: int, where: str) -> Axis:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slapo_models.auto.axes import LEAF, SUM, Axis
+from slapo_models.auto.axes import LEAF, SUM, Axis, coverage
 from slapo_models.auto.placement import Follow, Graph, LeftWhole, Placement
 from slapo_models.auto.recording import BUFFER, PARAMETER, Value
 
@@ -33,34 +34,35 @@ class Step:
 
 @dataclass(eq=False)
 class Candidate:
-    """Leaves that are split together.
+    """An axis that is split, or two, one within the other.
 
     Args:
-        leaves: axes of equal meaning, e.g. the heads of one layer.
+        leaves: e.g. the heads; or the KV heads, which are fewer than the ranks, and the query heads of each: a tensor
+            with the first alone has each shard on several ranks.
         members: parameters and buffers with the axis.
         placement: its collectives.
-        counts: sizes that attributes may hold: extents of full axes with the leaves, and of the leaves.
+        counts: sizes that attributes may hold: extents of full axes, and of the leaves; each with the option of
+            ``shard_attribute`` where it counts one of two leaves alone, or ``""``.
     """
 
     leaves: tuple[Axis, ...]
     members: tuple[Value, ...]
     placement: Placement = field(default_factory=Placement)
-    counts: tuple[int, ...] = ()
+    counts: tuple[tuple[int, str], ...] = ()
 
     @property
     def elements(self) -> float:
         """The number of elements that are split."""
         found = 0.0
         for member in self.members:
-            axis = next(axis for axis in member.axes if not set(self.leaves).isdisjoint(axis.leaves()))
-            share = sum(size for size, is_split in matrices(axis, self.leaves) if is_split) / axis.size
+            share = max(_covered(axis, self.leaves) / axis.size for axis in member.axes if axis.size)
             found += share * math.prod(member.shape) if len(member.shape) > 1 else 0
         return found
 
     @property
     def what(self) -> str:
         """The axis in words."""
-        return " and ".join(f"{leaf.size}" for leaf in self.leaves)
+        return " x ".join(f"{leaf.size}" for leaf in self.leaves)
 
 
 def members_by_leaf(graph: Graph) -> dict[Axis, list[Value]]:
@@ -72,14 +74,52 @@ def members_by_leaf(graph: Graph) -> dict[Axis, list[Value]]:
     return found
 
 
+def divisors(leaves: Sequence[Axis], ranks: int) -> dict[Axis, int]:
+    """Return what each leaf's size is divided by: of two, the first by its size, the second by the rest."""
+    if len(leaves) == 1:
+        return {leaves[0]: ranks}
+    outer, inner = leaves
+    return {outer: outer.size, inner: ranks // outer.size}
+
+
+def all_divisors(split: Iterable[Sequence[Axis]], ranks: int) -> dict[Axis, int]:
+    """Return what the leaves of several splits are divided by."""
+    return {leaf: number for leaves in split for leaf, number in divisors(leaves, ranks).items()}
+
+
+def pairs(axes: Iterable[Axis]) -> Iterator[tuple[Axis, Axis]]:
+    """Yield the leaves within which other leaves lie: KV heads, and the query heads of each."""
+    for axis in axes:
+        axis = axis.found()
+        if axis.kind == SUM:
+            yield from pairs(axis.parts)
+            continue
+        factors = axis.factors()
+        for outer, inner in itertools.pairwise(factors):
+            segments = inner.parts if inner.kind == SUM else (inner,)
+            for each in segments if outer.kind == LEAF else ():
+                first = next(iter(each.factors()), None)
+                if first is not None and first.kind == LEAF:
+                    yield outer, first
+        yield from pairs(factor for factor in factors if factor.kind == SUM)
+
+
 def candidates(graph: Graph, ranks: int) -> Iterator[Candidate]:
     """Yield splits to try, the largest first."""
     members = members_by_leaf(graph)
+
+    def can_split(leaves: Sequence[Axis]) -> bool:
+        return all(not leaf.reasons and leaf.size % by == 0 for leaf, by in divisors(leaves, ranks).items())
+
     found = []
     for leaf, values in members.items():
-        is_used = any(value.origin == PARAMETER and value.uses for value in values)
-        if leaf.kind == LEAF and not leaf.reasons and leaf.size % ranks == 0 and is_used:
-            found.append(Candidate((leaf,), tuple(values)))
+        within = [pair for value in values for pair in pairs(value.axes) if pair[0] is leaf]
+        for leaves in ((leaf,), *dict.fromkeys(within)):
+            if len(leaves) == 2 and (leaf.size >= ranks or ranks % leaf.size):
+                continue
+            own = dict.fromkeys(value for each in leaves for value in members[each])
+            if leaf.kind == LEAF and can_split(leaves) and any(each.origin == PARAMETER and each.uses for each in own):
+                found.append(Candidate(leaves, tuple(own)))
     yield from sorted(found, key=lambda each: -each.elements)
 
 
@@ -93,15 +133,15 @@ def prove(graph: Graph, candidate: Candidate) -> None:
         own = [axis for axis in member.axes if not set(candidate.leaves).isdisjoint(axis.leaves())]
         if len(own) > 1:
             raise LeftWhole("two axes of one parameter would be split")
-        parts = matrices(own[0], candidate.leaves)
-        if 2 * sum(size for size, is_split in parts if is_split) < sum(size for size, _ in parts):
+        if 2 * _covered(own[0], candidate.leaves) < own[0].size:
             raise LeftWhole("only a part of a parameter's axis would be split")
+        packing(own[0], candidate.leaves)
     if not any(len(member.shape) > 1 for member in candidate.members):
         raise LeftWhole("no matrix has the axis")
     candidate.placement = Follow(graph, candidate.leaves).run()
     if not candidate.placement.sums:
         raise LeftWhole("nothing sums over the axis")
-    candidate.counts = tuple(sorted(_extents(graph, candidate)))
+    candidate.counts = tuple(dict.fromkeys(_extents(graph, candidate)))
 
 
 class Together:
@@ -140,60 +180,88 @@ class Together:
         self._passed_on |= own.passed_on
 
 
-def _extents(graph: Graph, candidate: Candidate) -> set[int]:
-    found = {leaf.size for leaf in candidate.leaves}
+def _extents(graph: Graph, candidate: Candidate) -> Iterator[tuple[int, str]]:
+    split = frozenset(candidate.leaves)
+    options = {
+        frozenset((leaf,)): option for leaf, option in zip(candidate.leaves, ("shards", "holders_of"), strict=False)
+    }
+    options[split] = ""
     own = {leaf for member in candidate.members for leaf in graph.leaves(member)}
     for leaf in candidate.leaves:
+        yield leaf.size, options[frozenset((leaf,))]
         for operator in graph.operators_of.get(leaf, ()):
             for value in (*operator.inputs, *operator.results):
-                found |= {axis.size for axis in value.axes if leaf in axis.leaves() and own.issuperset(axis.leaves())}
-    return found
+                for axis in value.axes:
+                    if leaf in axis.leaves() and own.issuperset(axis.leaves()):
+                        found = coverage((axis,), split)
+                        yield from ((axis.size, option) for each, option in options.items() if each in found)
 
 
-def matrices(axis: Axis, leaves: Iterable[Axis]) -> list[tuple[int, bool]]:
-    """Return the sizes of the matrices one after the other on an axis, and which of them are split on their rows."""
-    axis, leaves = axis.found(), tuple(leaves)
-    if not any(leaf in leaves for leaf in axis.leaves()):
-        return [(axis.size, False)]
-    if axis.kind == LEAF:
-        return [(axis.size, True)]
-    if axis.kind == SUM:
-        return [matrix for part in axis.parts for matrix in matrices(part, leaves)]
-    outer, *rest = axis.factors()
-    inner = math.prod(factor.size for factor in rest)
-    if any(leaf in leaves for leaf in outer.leaves()):
-        return [(size * inner, is_split) for size, is_split in matrices(outer, leaves)]
-    below: list[tuple[int, bool]] = []
-    for position, factor in enumerate(rest):
-        if any(leaf in leaves for leaf in factor.leaves()):
-            outer_size = outer.size * math.prod(each.size for each in rest[:position])
-            inner_size = math.prod(each.size for each in rest[position + 1 :])
-            below = [(size * inner_size, is_split) for size, is_split in matrices(factor, leaves)] * outer_size
-            break
-    return below
-
-
-def packing(axis: Axis, leaves: Iterable[Axis]) -> tuple[tuple[str, Any], ...]:
-    """Return ``packed`` and ``shards`` of ``shard`` for an axis."""
-    parts = matrices(axis, leaves)
-    sizes = [size for size, _ in parts]
-    if all(is_split for _, is_split in parts):
-        packed = len(sizes) if len(set(sizes)) == 1 else tuple(sizes)
-        return () if packed == 1 else (("packed", packed),)
-    return (("packed", tuple(sizes)), ("shards", tuple(None if is_split else 1 for _, is_split in parts)))
-
-
-def local_shape(value: Value, leaves: Iterable[Axis], ranks: int) -> tuple[int, ...]:
-    """Return the shape of a rank's shard."""
-    leaves = tuple(leaves)
-    return tuple(_local(axis, leaves, ranks) for axis in value.axes)
-
-
-def _local(axis: Axis, leaves: tuple[Axis, ...], ranks: int) -> int:
+def _covered(axis: Axis, leaves: Sequence[Axis]) -> int:
+    """Return how many elements of an axis belong to one of some leaves."""
     axis = axis.found()
     if axis.kind == LEAF:
-        return axis.size // ranks if axis in leaves else axis.size
-    sizes = [_local(part, leaves, ranks) for part in axis.parts]
+        return axis.size if axis in leaves else 0
+    if axis.kind == SUM:
+        return sum(_covered(part, leaves) for part in axis.parts)
+    return axis.size - math.prod(part.size - _covered(part, leaves) for part in axis.factors())
+
+
+def matrices(axis: Axis, leaves: Sequence[Axis]) -> list[tuple[int, frozenset[Axis]]]:
+    """Return the matrices one after the other on an axis: their sizes, and the leaves that split each.
+
+    Of groups that have more than one matrix each (a KV head behind its queries), those of one group.
+
+    Raises:
+        LeftWhole: a rank would have more than one shard of a matrix.
+    """
+    axis = axis.found()
+    own = frozenset(leaves).intersection(axis.leaves())
+    if not own or axis.kind == LEAF:
+        return [(axis.size, own)]
+    if axis.kind == SUM:
+        return [matrix for part in axis.parts for matrix in matrices(part, leaves)]
+    factors = axis.factors()
+    place = next(number for number, each in enumerate(factors) if not own.isdisjoint(each.leaves()))
+    first, rest = factors[place], factors[place + 1 :]
+    outer, inner = math.prod(each.size for each in factors[:place]), math.prod(each.size for each in rest)
+    if own.issubset(first.leaves()):
+        return [(size * inner, split) for size, split in matrices(first, leaves)] * outer
+    if first is not leaves[0] or leaves[1] not in rest[0].leaves():
+        raise LeftWhole("a rank would have more than one shard of a parameter")
+    groups = [(size * inner // rest[0].size, split | {first}) for size, split in matrices(rest[0], leaves)]
+    return [(first.size * size, split) for size, split in groups] * outer if len(groups) == 1 else groups
+
+
+def packing(axis: Axis, leaves: Sequence[Axis]) -> tuple[tuple[str, Any], ...]:
+    """Return ``packed`` and ``shards`` of ``shard`` for an axis.
+
+    Raises:
+        LeftWhole: there are none.
+    """
+    parts = matrices(axis, leaves)
+    sizes = tuple(size for size, _ in parts)
+    counts = tuple(None if len(own) == len(leaves) else leaves[0].size if own else 1 for _, own in parts)
+    is_known = sum(sizes) in (axis.size, axis.size // leaves[0].size)
+    if not is_known or any(own and leaves[0] not in own for _, own in parts):
+        raise LeftWhole("a rank would have more than one shard of a parameter")
+    if len(set(counts)) > 1:
+        return (("packed", sizes), ("shards", counts))
+    packed = () if len(sizes) == 1 else (("packed", len(sizes) if len(set(sizes)) == 1 else sizes),)
+    return packed if counts[0] is None else (*packed, ("shards", counts[0]))
+
+
+def local_shape(value: Value, by: Mapping[Axis, int]) -> tuple[int, ...]:
+    """Return the shape of a rank's shard, where axes are divided by numbers of ranks."""
+    return tuple(local_size(axis, by) for axis in value.axes)
+
+
+def local_size(axis: Axis, by: Mapping[Axis, int]) -> int:
+    """Return a rank's number of elements of an axis."""
+    axis = axis.found()
+    if axis.kind == LEAF:
+        return axis.size // by.get(axis, 1)
+    sizes = [local_size(part, by) for part in axis.parts]
     return sum(sizes) if axis.kind == SUM else math.prod(sizes)
 
 
@@ -214,8 +282,9 @@ def steps(candidate: Candidate) -> list[Step]:
     for (path, packed, axis), names in by_call.items():
         given: Any = names[0] if len(names) == 1 else names
         options: list[tuple[str, Any]] = [("axis", axis), *packed]
-        found.append(Step(path, "shard", (tuple(given) if isinstance(given, list) else given,), tuple(options),
-                          f"its axis {axis} has the {candidate.what} features that the ranks share"))  # fmt: skip
+        what = f"{candidate.leaves[0].size} of the " if "shards" in dict(packed) and len(candidate.leaves) > 1 else ""
+        reason = f"its axis {axis} has the {what}{candidate.what} features that the ranks share"
+        found.append(Step(path, "shard", (tuple(given) if isinstance(given, list) else given,), tuple(options), reason))
     placement = candidate.placement
     for path, named in placement.gradients.items():
         options = [] if named is None else [("inputs", named)]
@@ -235,4 +304,4 @@ def steps(candidate: Candidate) -> list[Step]:
     return found
 
 
-__all__ = ["BUFFER", "Candidate", "Step", "candidates", "local_shape", "matrices", "packing", "prove", "steps"]
+__all__ = ["BUFFER", "Candidate", "Step", "all_divisors", "candidates", "local_shape", "packing", "prove", "steps"]

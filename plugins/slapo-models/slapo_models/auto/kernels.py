@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slapo_core import create_schedule
-from slapo_core.errors import ArgumentError, SlapoError
+from slapo_core.errors import ArgumentError, LaunchError, SlapoError
 from slapo_core.internals import Internals
 from slapo_estimate.depth import profile_step
 from slapo_estimate.device import DEVICES, DeviceSpec, Link
@@ -70,6 +70,9 @@ def paying_kernels(model: nn.Module, blocks: BlockKinds, batch: Any, device: Dev
         batch: one micro-batch.
         device: by which time is estimated.
         loss: as for :func:`slapo_core.build`.
+
+    Raises:
+        LaunchError: the script calls this outside of ``if __name__ == "__main__":``.
     """
     chosen: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -88,6 +91,8 @@ def paying_kernels(model: nn.Module, blocks: BlockKinds, batch: Any, device: Dev
     try:
         best = profile(())
     except SlapoError as error:
+        if isinstance(error, LaunchError) and "__main__" in (error.hint or ""):
+            raise  # the process of the estimate runs the script, to its end if this is a note
         return Kernels({}, {"all patterns": f"the step cannot be estimated: {_line(error)}"})
     for name, has_replacement in _patterns(Internals(create_schedule(nn.Identity())).registry):
         if name in _ASSUMING:

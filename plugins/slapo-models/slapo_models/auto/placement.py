@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from slapo_models.auto.axes import Axis
+from slapo_models.auto.axes import Axis, coverage
 from slapo_models.auto.recording import BUFFER, INPUT, PARAMETER, Call, Operator, Recording, Value
 
 
@@ -39,6 +39,7 @@ class Placement:
         streams: paths of modules that use the RNG on shards.
         same_streams: those that use it on full tensors besides, so that the ranks drop equal elements of their shards.
         regions: paths of modules that run an operator on a shard.
+        biases: paths of modules whose forward must leave their bias out, which is added to the reduced sum.
         partial: values that are partial, or were reduced.
         passed_on: full values whose gradients stay partial.
     """
@@ -49,6 +50,7 @@ class Placement:
     streams: dict[str, None] = field(default_factory=dict)
     same_streams: dict[str, None] = field(default_factory=dict)
     regions: dict[str, None] = field(default_factory=dict)
+    biases: dict[str, None] = field(default_factory=dict)
     partial: set[Value] = field(default_factory=set)
     passed_on: set[Value] = field(default_factory=set)
 
@@ -111,12 +113,14 @@ class Follow:
 
     Args:
         graph: of the model.
-        leaves: that are split.
+        leaves: that are split: one, or two, where tensors with the first alone are shards that several ranks have.
     """
 
-    def __init__(self, graph: Graph, leaves: Iterable[Axis]) -> None:
+    def __init__(self, graph: Graph, leaves: Sequence[Axis]) -> None:
         self._graph = graph
-        self._split = frozenset(leaves)
+        self._leaves = tuple(leaves)
+        self._split = frozenset(self._leaves)
+        self._coverage: dict[Value, frozenset[frozenset[Axis]]] = {}
         self._partial: set[Value] = set()
         self._reduced: dict[Value, list[Call]] = {}
         self._partial_uses: dict[Value, list[Operator]] = {}
@@ -178,6 +182,31 @@ class Follow:
         """Return whether an axis of the value is split."""
         return not self._split.isdisjoint(self._graph.leaves(value))
 
+    def _covered(self, value: Value) -> frozenset[frozenset[Axis]]:
+        if value not in self._coverage:
+            self._coverage[value] = coverage(value.axes, self._split)
+        return self._coverage[value]
+
+    def _check_shared(self, operator: Operator, split: list[Value]) -> None:
+        """Refuse what is not right for shards that several ranks have, whose gradients are partial on each of them.
+
+        Where all that is made of them is split further, a sum over all ranks is right; what is not must not exist.
+        """
+        shared = self._split & {self._leaves[0]}
+        given = frozenset().union(*map(self._covered, split))
+        for value in (*split, *operator.results):
+            if self._split - shared in self._covered(value):
+                raise LeftWhole(f"{operator.where} has the {self._leaves[1].size} parts of each, but not which of them")
+        for value in operator.results:
+            if shared in self._covered(value) and split and shared not in given:
+                raise LeftWhole(f"{operator.where} gives a result without the {self._leaves[1].size} parts of each")
+        for value in split:
+            if shared in self._covered(value) and value.has_own_backward:
+                raise LeftWhole(f"the backward of an input of {operator.where} is the model's own")
+            read = (value.origin == PARAMETER and value.needs_gradient) and shared in self._covered(value)
+            if read and (operator.call.path not in dict(value.names) or value in operator.call.inputs.values()):
+                raise LeftWhole(f"{operator.where} reads a parameter of another module")
+
     def _is_partial_in(self, value: Value, operator: Operator) -> bool:
         """Return whether an operator reads a value before its reduction."""
         if value not in self._partial:
@@ -208,11 +237,14 @@ class Follow:
         for value in split:
             if value.origin == INPUT:
                 raise LeftWhole(f"an input of the model has the axis that {operator.where} reads")
-            if sum(1 for axis in value.axes if not self._split.isdisjoint(axis.leaves())) > 1:
+            if any(sum(1 for axis in value.axes if leaf in axis.leaves()) > 1 for leaf in self._leaves):
                 raise LeftWhole(f"two axes of one tensor would be split: {operator.where}")
-        summed = any(
-            not self._split.isdisjoint(axis.leaves()) for axis in self._graph.contractions.get(operator.index, ())
-        )
+        axes = self._graph.contractions.get(operator.index, ())
+        summed = any(not self._split.isdisjoint(axis.leaves()) for axis in axes)
+        if summed and coverage(axes, self._split) != {self._split}:
+            raise LeftWhole(f"{operator.where} sums over elements of which only a part is split")
+        if len(self._leaves) > 1:
+            self._check_shared(operator, split)
         for value in operator.results:
             if self.is_split(value) and value in self._graph.outputs:
                 raise LeftWhole(f"the model returns the result of {operator.where}")
@@ -248,6 +280,8 @@ class Follow:
                 self._segments.append(value)
         self.placement.regions[operator.call.path] = None
         if operator.is_random:
+            if any(self._covered(value) != {self._split} for value in operator.results if self.is_split(value)):
+                raise LeftWhole(f"{operator.where} uses the RNG on elements of which only a part is split")
             self.placement.streams[operator.call.path] = None
         if any(self.is_split(value) for value in operator.results):
             self._note_gradients(operator)
@@ -262,6 +296,7 @@ class Follow:
         if bias.origin != PARAMETER or (operator.call.path, "bias") not in bias.names:
             raise LeftWhole(f"{operator.where} adds a tensor to a partial sum")
         self._left_out.add((operator, bias))
+        self.placement.biases[operator.call.path] = None
 
     def _check_linear(self, operator: Operator, partial: list[Value]) -> None:
         """Refuse an operator that is not linear in a partial."""
@@ -427,11 +462,13 @@ class Follow:
                 raise LeftWhole(f"a further call of {type(call.module).__name__} has no shards")
             if not own:
                 continue
-            names = {_named(call, key) for key in own}
-            if any(_named(call, key) in names for key in given - own):
+            names = {argument_name(call, key) for key in own}
+            if any(argument_name(call, key) in names for key in given - own):
                 raise LeftWhole(f"one argument of {type(call.module).__name__} holds complete and partial gradients")
             is_all = is_all and own == given
-            keys = tuple(dict.fromkeys(key for key in (_named(call, key) for key in call.inputs) if key in names))
+            keys = tuple(
+                dict.fromkeys(key for key in (argument_name(call, key) for key in call.inputs) if key in names)
+            )
             if named is not None and named != keys:
                 raise LeftWhole(f"calls of {type(call.module).__name__} have gradients of different arguments")
             named = keys
@@ -458,7 +495,7 @@ def _block(path: str) -> str:
     return ".".join(levels[: next((place + 1 for place, level in enumerate(levels) if level.isdigit()), 0)])
 
 
-def _named(call: Call, key: int | str) -> int | str:
+def argument_name(call: Call, key: int | str) -> int | str:
     """Return an argument by its name in the forward, or by its position."""
     start = str(key).partition(".")[0]
     if not start.isdigit():

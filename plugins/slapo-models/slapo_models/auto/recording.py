@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ _CONSTANT = frozenset(
     )
 )
 """Operators whose results have no gradient."""
+_RECURRENT = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu))
 _SHORT = 64  # elements of an index whose values are kept
 PARAMETER, BUFFER, INPUT, CONSTANT, RESULT = "parameter", "buffer", "input", "constant", "result"
 
@@ -48,6 +49,7 @@ class Call:
         number: of the calls of this module, from 0.
         inputs: argument -> value, of tensors among the arguments: position or name.
         outputs: tensors among the results.
+        is_tuple: whether the result is a tuple.
         operators: those that the module itself runs, in order.
     """
 
@@ -57,6 +59,7 @@ class Call:
     number: int
     inputs: dict[int | str, Value] = field(default_factory=dict)
     outputs: list[Value] = field(default_factory=list)
+    is_tuple: bool = False
     operators: list[Operator] = field(default_factory=list)
 
     def chain(self) -> list[Call]:
@@ -92,6 +95,7 @@ class Value:
         needs_gradient: whether a gradient flows to it.
         numbers: the elements of a short integer tensor, where they are known.
         changed_gradient: what changes its gradient in a way that is not known; ``""``: nothing.
+        has_own_backward: whether its gradient goes through a backward that the model defines.
     """
 
     shape: tuple[int, ...]
@@ -104,6 +108,7 @@ class Value:
     needs_gradient: bool = False
     numbers: tuple[int, ...] | None = None
     changed_gradient: str = ""
+    has_own_backward: bool = False
 
 
 @dataclass(eq=False)
@@ -221,7 +226,7 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None, *, trainin
         mode,
         hide_fake_tensors(),
         recorder,
-        _Collectives(recorder),
+        _Functions(recorder, mode),
         PATCHING,
         module_calls_through(recorder.call),
         torch.set_grad_enabled(training),
@@ -234,15 +239,19 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None, *, trainin
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put the attributes and buffers of modules back, which a forward may set."""
-    before = [(module, dict(vars(module)), dict(buffers_of(module))) for module in model.modules()]
+    """Put the attributes, parameters and buffers of modules back, which a forward may set."""
+    before: list[tuple[nn.Module, dict[str, Any], list[tuple[MutableMapping[str, Any], dict[str, Any]]]]] = [
+        (module, dict(vars(module)), [(own, dict(own)) for own in (parameters_of(module), buffers_of(module))])
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
-        for module, attributes, buffers in before:
+        for module, attributes, tensors in before:
             vars(module).clear()
             vars(module).update(attributes)
-            buffers_of(module).update(buffers)
+            for own, values in tensors:
+                own.update(values)
 
 
 def first_row(inputs: Any) -> Any | None:
@@ -294,6 +303,7 @@ class _Recorder(TorchDispatchMode):
         self._numbers: dict[str, int] = {}
         self._call = Call("", model, None, 0)
         self._is_started = False
+        self._read: Value | None = None
         self.is_silent = False
         self._values: dict[int, Value] = {}
         self._tensors: dict[int, Tensor] = {}
@@ -344,12 +354,18 @@ class _Recorder(TorchDispatchMode):
         if stale is not None:
             self._overwrite(tensor, *stale)
         found = self._values.get(id(tensor))
-        return self._add(tensor, CONSTANT) if found is None else found
+        if found is None:
+            found = self._add(tensor, CONSTANT)
+            found.needs_gradient = tensor.requires_grad  # a tensor of the model's that is no parameter
+        return found
 
-    def assumed_number(self) -> float:
+    def assumed_number(self) -> int:
         """Return the number that is assumed where the model reads an unknown one."""
+        if self._read is not None and self._read.dtype == torch.bool and _is_drawn(self._read):
+            self.recording.assumptions["a condition on a random number is false, as when no layer is dropped"] = None
+            return 0
         self.recording.assumptions["a number that the forward computes and reads is 1"] = None
-        return 1.0
+        return 1
 
     def call(self, run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Make a call of a module."""
@@ -369,13 +385,14 @@ class _Recorder(TorchDispatchMode):
             output = run(module, *args, **kwargs)
         finally:
             self._call = before
-        call.outputs = [self.value(tensor) for tensor in tensors_in(output)]
+        call.outputs, call.is_tuple = [self.value(tensor) for tensor in tensors_in(output)], isinstance(output, tuple)
         self._watch.after_call(call)
         return output
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_silent or func.namespace == "prim" or func is torch.ops.aten._local_scalar_dense.default:
+            self._read = self._values.get(id(args[0])) if args else None
             return self._run(func, args, kwargs)
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -402,6 +419,7 @@ class _Recorder(TorchDispatchMode):
         if _is_ours(cls.__module__):
             return
         self._backwards[id(backward)] = backward  # so that no other one gets its id
+        self.value(tensor).has_own_backward = True
         try:
             with self, torch.no_grad():
                 backward.apply(torch.empty_like(tensor))
@@ -445,6 +463,8 @@ class _Recorder(TorchDispatchMode):
         self.add(Operator("slapo::overwritten", None, arguments, [], call, len(self.recording.operators)), [tensor])
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten.split_with_sizes.default:
+            args = (args[0], self._sizes(*args, **kwargs), *args[2:])
         if func is torch.ops.aten.nonzero.default:
             try:
                 return self._known.run(func, args, kwargs)
@@ -456,6 +476,13 @@ class _Recorder(TorchDispatchMode):
             except UnknownValueError:
                 return func(args[0], _all_true(args[1], self._all_nonzero))
         return self._known.run(func, args, kwargs)
+
+    def _sizes(self, tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> Sequence[int]:
+        """Return the sizes of a split; even ones where the model computes them, and so each is the assumed number."""
+        size, parts = tensor.shape[dim], len(sizes)
+        if not self.recording.assumptions or any(each != 1 for each in sizes) or size == parts:
+            return sizes
+        return [size * (part + 1) // parts - size * part // parts for part in range(parts)]
 
     def _all_nonzero(self, tensor: Tensor) -> Tensor:
         """Assume that all elements of an unknown mask are true."""
@@ -476,6 +503,12 @@ def _all_true(indices: Any, nonzero: Callable[[Tensor], Tensor]) -> list[Any]:
     return found
 
 
+def _is_drawn(value: Value) -> bool:
+    """Return whether a number is computed from a random number."""
+    made = value.made_by
+    return made is not None and (made.is_random or any(_is_drawn(each) for each in made.inputs if not each.shape))
+
+
 def _is_ours(module: str) -> bool:
     return module.partition(".")[0].startswith(("slapo_", "torch"))
 
@@ -485,23 +518,37 @@ def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-class _Collectives(TorchFunctionMode):
-    """Write a collective of a step down as one operator."""
+class _Functions(TorchFunctionMode):
+    """Write a collective of a step, or a recurrent layer, down as one operator; give numbers as text."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _Recorder, mode: FakeMode) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._mode = recorder, mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not getattr(func, "slapo_is_observed", False):
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if getattr(func, "slapo_is_observed", False):
+            return self._as_one(f"collective::{func.name}", None, {"self": args[0]}, lambda: func(*args, **kwargs))
+        if func in _RECURRENT and not self._recorder.is_silent:
+            fakes = tree_map_only(Tensor, self._mode.fake, args)  # it compares devices, before any operator
+            name = func.__name__
+            overload = getattr(torch.ops.aten, name).input
+            return self._as_one(f"aten::{name}", overload, dict(enumerate(args)), lambda: func(*fakes, **kwargs))
+        if func is Tensor.__format__ and not args[0].dim():  # torch writes what kind of tensor it is
+            return format(args[0].item(), *args[1:])
+        result = func(*args, **kwargs)
+        if func is Tensor.to and args[0].is_meta and result.dtype is args[0].dtype:
+            return args[0]  # as torch does where nothing changes, but for parameters among fake tensors
+        return result
+
+    def _as_one(self, name: str, function: Any, arguments: Mapping[Any, Any], run: Callable[[], Any]) -> Any:
         recorder = self._recorder
-        arguments = {"self": recorder.value(args[0])}
+        values = {str(key): tree_map_only(Tensor, recorder.value, value) for key, value in arguments.items()}
         recorder.is_silent = True
         try:
-            result = func(*args, **(kwargs or {}))
+            result = run()
         finally:
             recorder.is_silent = False
-        call, number = recorder._call, len(recorder.recording.operators)
-        recorder.add(Operator(f"collective::{func.name}", None, arguments, [], call, number), [result])
+        operator = Operator(name, function, values, [], recorder._call, len(recorder.recording.operators))
+        recorder.add(operator, list(tensors_in(result)))
         return result

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from slapo_models.auto.axes import Axis
-from slapo_models.auto.candidates import Candidate, packing
+from slapo_models.auto.candidates import Candidate, packing, pairs
 from slapo_models.auto.operators import infer
 from slapo_models.auto.placement import COPIES, Follow, Graph, LeftWhole
 from slapo_models.auto.recording import Operator, Recording, Value, first_row, record
@@ -57,17 +58,24 @@ class Situation:
         """Return the leaves that cut the same parameters in the same way; none where none is read."""
         wanted = {member.names: _cut(member, candidate.leaves) for member in candidate.members}
         used = [value for value in dict.fromkeys(self.graph.recording.values.values()) if value.uses]
-        first = next((value for value in used if value.names in wanted), None)
-        if first is None:
-            return ()
-        position, _ = wanted[first.names]
-        for leaf in first.axes[position].leaves():
-            cut = {value.names: _cut(value, (leaf,)) for value in used if leaf in self.graph.leaves(value)}
-            if all(wanted.get(names) == own for names, own in cut.items()) and all(
-                value.names in cut for value in used if value.names in wanted
-            ):
-                return (leaf,)
-        raise LeftWhole(f"{self.name}, the forward cuts the axis in another way")
+        own = [value for value in used if value.names in wanted]
+        for leaves in self._choices((value.axes[wanted[value.names][0]] for value in own), len(candidate.leaves)):
+            members = [value for value in used if not self.graph.leaves(value).isdisjoint(leaves)]
+            try:
+                if {value.names: _cut(value, leaves) for value in members} == {
+                    value.names: wanted[value.names] for value in own
+                }:
+                    return leaves
+            except LeftWhole:
+                continue
+        if own:
+            raise LeftWhole(f"{self.name}, the forward cuts the axis in another way")
+        return ()
+
+    def _choices(self, axes: Iterable[Axis], number: int) -> Iterator[tuple[Axis, ...]]:
+        if number > 1:
+            return pairs(axes)
+        return ((leaf,) for axis in axes for leaf in axis.leaves())
 
 
 def _cut(value: Value, leaves: tuple[Axis, ...]) -> tuple[int, tuple[Any, ...]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -13,9 +14,10 @@ import slapo_core as slapo
 from slapo_core.errors import SlapoError
 from slapo_core.internals import Internals
 from slapo_models.auto.axes import PRODUCT, SUM, Axis
-from slapo_models.auto.candidates import Candidate, Step, local_shape
+from slapo_models.auto.candidates import Candidate, Step, all_divisors, local_shape, local_size
 from slapo_models.auto.placement import COPIES, Graph, LeftWhole
 from slapo_models.auto.recording import Call, Operator, Value, Watch, record, without_memory
+from slapo_models.auto.sequence import Region
 from slapo_models.auto.situations import Situation
 
 NAMES = {
@@ -27,6 +29,8 @@ NAMES = {
     "linear_cross_entropy": "loss.linear_cross_entropy",
 }
 _MOST_ATTEMPTS = 60
+_Count = tuple[str, str]  # an attribute, and the option of `shard_attribute` that it needs
+Shapes = Callable[[Value, Call | None], tuple[int, ...]]
 
 
 class Mismatch(Exception):  # noqa: N818 - an answer, not an error
@@ -65,8 +69,8 @@ class Trial:
         self, model: nn.Module, mesh: Mapping[str, int], inputs: Any, graph: Graph, others: Sequence[Situation]
     ) -> None:
         self.schedule = slapo.create_schedule(without_memory(model), mesh=slapo.Mesh(mesh))
-        self._inputs, self._graph, self._ranks, self._others = inputs, graph, mesh["tp"], others
-        self._attributes: dict[type, tuple[str, ...]] = {}
+        self._inputs, self._graph, self.ranks, self._others = inputs, graph, mesh["tp"], others
+        self._attributes: dict[type, tuple[_Count, ...]] = {}
 
     def settle(
         self, candidates: Sequence[Candidate], steps: Mapping[Candidate, list[Step]]
@@ -100,6 +104,31 @@ class Trial:
                 self.schedule.undo(to=0)
                 return attributes, failed
 
+    def check(self, steps: Sequence[Step], regions: Sequence[Region], kept: Sequence[Candidate]) -> Mismatch | None:
+        """Run all steps with slices of the sequence; return the first difference.
+
+        Args:
+            steps: all of them.
+            regions: the slices in the recording and in each further situation.
+            kept: the splits.
+        """
+        situations = [(self._graph, self._inputs, True, [each.leaves for each in kept])]
+        situations += [(o.graph, o.inputs, o.training, [o.leaves[each] for each in kept]) for o in self._others]
+        self.schedule.undo(to=0)
+        try:
+            for step in steps:
+                if step.name == "linear_cross_entropy":  # its logits are never full
+                    step = Step(step.path, "sync", ("fwd_post", "all_gather"))
+                if step.name != "fork_rng":
+                    apply(self.schedule, step)
+        except SlapoError as error:
+            return Mismatch(None, " ".join(error.message.split()))
+        for (graph, inputs, training, own), region in zip(situations, regions, strict=True):
+            mismatch = self._run_in(graph, inputs, own, training=training, shape=region.shape)
+            if mismatch is not None:
+                return mismatch
+        return None
+
     def _apply(
         self, kept: list[Candidate], steps: Mapping[Candidate, list[Step]], failed: dict[Candidate, str]
     ) -> bool:
@@ -111,10 +140,20 @@ class Trial:
             try:
                 for step in (*own, *attributes[each]):
                     apply(self.schedule, step)
+                for path in each.placement.biases:
+                    self._require_bias_left_out(path)
+            except LeftWhole as reason:
+                failed[each], refused = str(reason), True
             except SlapoError as error:
                 failed[each] = " ".join(error.message.split())
                 refused = True
         return refused
+
+    def _require_bias_left_out(self, path: str) -> None:
+        """Require that a shard changed the forward of a layer, which adds its bias on every rank otherwise."""
+        node = Internals(self.schedule).node(path)
+        if not node.wrappers:
+            raise LeftWhole(f"{type(node.module).__name__} adds its bias to a partial sum")
 
     def _finish(
         self, kept: list[Candidate], steps: Mapping[Candidate, list[Step]], failed: dict[Candidate, str]
@@ -132,17 +171,27 @@ class Trial:
 
     def _run(self, kept: list[Candidate]) -> Mismatch | None:
         """Run in every situation; return the first difference."""
-        leaves = frozenset(leaf for each in kept for leaf in each.leaves)
-        found = self._run_in(self._graph, self._inputs, leaves, training=True)
+        found = self._run_in(self._graph, self._inputs, [each.leaves for each in kept], training=True)
         for other in self._others:
             if found is None:
-                leaves = frozenset(leaf for each in kept for leaf in other.leaves[each])
+                leaves = [other.leaves[each] for each in kept if other.leaves[each]]
                 found = self._run_in(other.graph, other.inputs, leaves, training=other.training)
         return found
 
-    def _run_in(self, graph: Graph, inputs: Any, leaves: frozenset[Axis], *, training: bool) -> Mismatch | None:
+    def _run_in(
+        self,
+        graph: Graph,
+        inputs: Any,
+        split: Sequence[tuple[Axis, ...]],
+        *,
+        training: bool,
+        shape: Shapes | None = None,
+    ) -> Mismatch | None:
         changed = {record.path for record in self.schedule.records if record.name == "tp.shard"}
-        watch = _Comparison(graph, leaves, self._ranks, changed)
+        if shape is not None:  # a head that is tied to a vocabulary
+            nodes = self.schedule.root.walk()
+            changed |= {each.path for each in nodes if any(each.layout(name).is_sharded for name in each.parameters)}
+        watch = _Comparison(graph, all_divisors(split, self.ranks), changed, shape)
         try:
             record(self.schedule.model, inputs, watch, training=training)
         except Mismatch as mismatch:
@@ -163,12 +212,16 @@ class Trial:
         for each in kept:
             for path in each.placement.regions:
                 module = self.schedule.model.get_submodule(path)
-                own = tuple(name for name in self._attributes.get(type(module), ()) if _value(module, name) is not None)
-                if not own or path in seen:
-                    continue
-                seen.add(path)
-                reason = f"its forward reads {' and '.join(own)} as the extent of a shard"
-                found[each].append(Step(path, "shard_attribute", (own[0] if len(own) == 1 else own,), (), reason))
+                counts = [own for own in self._attributes.get(type(module), ()) if _value(module, own[0]) is not None]
+                for option in dict.fromkeys(option for _, option in counts) if path not in seen else ():
+                    own = tuple(name for name, its in counts if its == option)
+                    if len(each.leaves) == 1 and option == "holders_of":
+                        continue
+                    options = ((option, each.leaves[0].size),) if option and len(each.leaves) > 1 else ()
+                    reason = f"its forward reads {' and '.join(own)} as the extent of a shard"
+                    given = own[0] if len(own) == 1 else own
+                    found[each].append(Step(path, "shard_attribute", (given,), options, reason))
+                    seen.add(path)
         return found
 
     def _search(self, mismatch: Mismatch, kept: list[Candidate], steps: Mapping[Candidate, list[Step]]) -> bool:
@@ -196,12 +249,12 @@ class Trial:
         """Add the attributes one by one that bring the run further, or two at once."""
         module = self.schedule.model.get_submodule(call.path)
         cls, counts = type(module), {count for each in owners for count in each.counts}
-        names = _choices(module, counts, self._ranks)
-        chosen: tuple[str, ...] = ()
+        names = _choices(module, counts, self.ranks)
+        chosen: tuple[_Count, ...] = ()
         reached = mismatch.expected.index if mismatch.expected is not None else -1
         while True:
-            best: tuple[int, tuple[str, ...]] = (reached, ())
-            rest = [name for name in names if name not in chosen]
+            best: tuple[int, tuple[_Count, ...]] = (reached, ())
+            rest = [each for each in names if each[0] not in dict(chosen)]
             for number in (1, 2):
                 for added in itertools.islice(itertools.combinations(rest, number), _MOST_ATTEMPTS):
                     self._attributes[cls] = (*chosen, *added)
@@ -260,19 +313,19 @@ def _value(module: nn.Module, name: str) -> int | None:
     return value if type(value) is int else None
 
 
-def _choices(module: nn.Module, counts: set[int], ranks: int) -> list[str]:
+def _choices(module: nn.Module, counts: set[tuple[int, str]], ranks: int) -> list[_Count]:
     """Return the attributes that the forward reads and that hold such a count."""
-    read = _names_read(type(module))
-    names = [name for name, value in vars(module).items() if type(value) is int and value in counts and name in read]
-    config = getattr(module, "config", None)
+    read, config = _names_read(type(module)), getattr(module, "config", None)
+    owned = {name: value for name, value in vars(module).items() if name in read}
     if "config" in read and hasattr(config, "__dict__"):
-        names += [
-            f"config.{name}"
-            for name, value in vars(config).items()
-            if type(value) is int and value in counts and name in read
-        ]
-    even = [name for name in names if (_value(module, name) or 1) % ranks == 0]
-    return sorted(even, key=lambda name: (_value(module, name) or 0, name))  # counts of heads first, then widths
+        owned |= {f"config.{name}": value for name, value in vars(config).items() if name in read}
+    found = [
+        (value, name, option)
+        for name, value in owned.items()
+        for count, option in counts
+        if type(value) is int and value == count and (option or value % ranks == 0)
+    ]
+    return [(name, option) for _, name, option in sorted(found)]  # counts of heads first, then widths
 
 
 def _names_read(cls: type) -> set[str]:
@@ -312,7 +365,11 @@ _RESIZED = frozenset(
         "as_strided", "_reshape_alias", "unflatten", "new_empty_strided", "native_layer_norm", "convolution", "narrow",
     )
 )  # fmt: skip
-_ALIKE = {"aten::_unsafe_view": "aten::view"}
+_REPEATS = COPIES | {f"aten::{name}" for name in ("unsqueeze", "expand", "view", "_unsafe_view", "reshape")}
+
+
+def _alike(operator: Operator) -> str:
+    return "aten::view" if operator.name == "aten::_unsafe_view" else operator.name
 
 
 class _Comparison(Watch):
@@ -320,13 +377,14 @@ class _Comparison(Watch):
 
     Args:
         graph: the reference.
-        leaves: that are split.
-        ranks: that share them.
+        by: what the sizes of leaves are divided by.
         changed: paths of modules whose forward a step changed.
+        shape: of a result of an operator, or of an output behind a call; None: of shards.
     """
 
-    def __init__(self, graph: Graph, leaves: frozenset[Axis], ranks: int, changed: set[str]) -> None:
-        self._graph, self._leaves, self._ranks, self._changed = graph, leaves, ranks, changed
+    def __init__(self, graph: Graph, by: Mapping[Axis, int], changed: set[str], shape: Shapes | None = None) -> None:
+        self._graph, self._by, self._changed = graph, by, changed
+        self._shape = shape or (lambda value, call: local_shape(value, by))
         self._positions: dict[Call, int] = {}
         self.running: Call | None = None
 
@@ -350,22 +408,49 @@ class _Comparison(Watch):
         self.running = call
         if call.path in self._changed or not self._graph.calls_of.get(call.path) or operator.name in COPIES:
             return
-        reference = self._reference(call)
-        position = self._positions.get(call, 0)
-        while position < len(reference.operators) and reference.operators[position].name in COPIES:
-            position += 1
-        self._positions[call] = position + 1
-        if position >= len(reference.operators):
+        if operator.name.startswith("collective::"):
+            return
+        expected = self._next(call, operator)
+        if expected is None:
             raise Mismatch(call, f"{operator.where} does not run in the reference model")
-        expected = reference.operators[position]
-        if _ALIKE.get(operator.name, operator.name) != _ALIKE.get(expected.name, expected.name):
+        if _alike(operator) != _alike(expected):
             raise Mismatch(call, f"{operator.where} runs instead of {expected.where}")
         for own, other in zip(operator.results, expected.results, strict=False):
-            self._compare(call, own, other, operator.where)
+            self._compare(call, own, self._shape(other, None), operator.where)
         if operator.name not in _RESIZED and _scalars(operator) != _scalars(expected):
             raise Mismatch(call, f"{operator.where} gets another number")
         if operator.name in ("aten::slice", "aten::narrow") and not self._starts_alike(operator, expected):
             raise Mismatch(call, f"{operator.where} begins at another element")
+
+    def _next(self, call: Call, operator: Operator) -> Operator | None:
+        """Return the operator of the reference model that is next in a call."""
+        rest = self._reference(call).operators
+        position = self._positions.get(call, 0)
+        while position < len(rest) and rest[position].name in COPIES:
+            position += 1
+        while position < len(rest) and _alike(operator) != _alike(rest[position]):
+            behind = self._behind_repeat(rest, position)
+            if behind is None:
+                break
+            position = behind
+        self._positions[call] = position + 1
+        return rest[position] if position < len(rest) else None
+
+    def _behind_repeat(self, operators: Sequence[Operator], start: int) -> int | None:
+        """Return where operators end that repeat a tensor (KV heads) that a rank needs once; None: none do."""
+        first: Any = operators[start].arguments.get("self")
+        value = first
+        for position in range(start, len(operators)):
+            operator = operators[position]
+            if operator.name not in _REPEATS or operator.arguments["self"] is not value:
+                return None
+            value = operator.results[0]
+            before, after = (local_shape(each, self._by) for each in (first, value))
+            if math.prod(before) != math.prod(after):
+                return None
+            if before == after and first.shape != value.shape:
+                return position + 1
+        return None
 
     def after_call(self, call: Call) -> None:
         reference = self._reference(call)
@@ -373,13 +458,12 @@ class _Comparison(Watch):
         if len(call.outputs) != len(reference.outputs):
             raise Mismatch(call, "a module returns another number of tensors")
         for own, other in zip(call.outputs, reference.outputs, strict=True):
-            self._compare(call, own, other, f"the output of {type(call.module).__name__}")
+            self._compare(call, own, self._shape(other, reference), f"the output of {type(call.module).__name__}")
         rest = reference.operators[self._positions.get(call, 0) :]
         if call.path not in self._changed and any(operator.name not in COPIES for operator in rest):
             raise Mismatch(call, "fewer operators run than in the reference model")
 
-    def _compare(self, call: Call, own: Value, other: Value, where: str) -> None:
-        expected = local_shape(other, self._leaves, self._ranks)
+    def _compare(self, call: Call, own: Value, expected: tuple[int, ...], where: str) -> None:
         if own.shape != expected:
             raise Mismatch(call, f"{where} gives shape {own.shape} where the shard has {expected}")
 
@@ -388,9 +472,9 @@ class _Comparison(Watch):
         dim = expected.arguments.get("dim", 0) % len(source.shape)
         axis = source.axes[dim]
         starts = [_start(each) for each in (operator, expected)]
-        if self._leaves.isdisjoint(axis.leaves()):
+        if self._by.keys().isdisjoint(axis.leaves()):
             return starts[0] == starts[1]
-        return starts[0] == _local_start(axis, starts[1], self._leaves, self._ranks)
+        return starts[0] == _local_start(axis, starts[1], self._by)
 
 
 def _start(operator: Operator) -> int:
@@ -399,7 +483,7 @@ def _start(operator: Operator) -> int:
     return min(max(start + size if start < 0 else start, 0), size)
 
 
-def _local_start(axis: Axis, start: int, leaves: frozenset[Axis], ranks: int) -> int | None:
+def _local_start(axis: Axis, start: int, by: Mapping[Axis, int]) -> int | None:
     """Return where an element that begins a segment lies in a shard; None within a segment."""
     axis = axis.found()
     if start == 0:
@@ -408,27 +492,22 @@ def _local_start(axis: Axis, start: int, leaves: frozenset[Axis], ranks: int) ->
         local = 0
         for part in axis.parts:
             if start < part.size:
-                inside = _local_start(part, start, leaves, ranks)
+                inside = _local_start(part, start, by)
                 return None if inside is None else local + inside
             start -= part.size
-            local += local_shape_of(part, leaves, ranks)
+            local += local_size(part, by)
         return local
     if axis.kind == PRODUCT:
         outer, *rest = axis.factors()
         inner, local = 1, 1
         for factor in rest:
             inner *= factor.size
-            local *= local_shape_of(factor, leaves, ranks)
+            local *= local_size(factor, by)
         if start % inner:
             return None
-        begin = _local_start(outer, start // inner, leaves, ranks)
+        begin = _local_start(outer, start // inner, by)
         return None if begin is None else begin * local
-    return None if axis in leaves else start
-
-
-def local_shape_of(axis: Axis, leaves: Iterable[Axis], ranks: int) -> int:
-    """Return a rank's number of elements of an axis."""
-    return local_shape(Value((axis.size,), None, axes=[axis]), leaves, ranks)[0]  # type: ignore[arg-type]
+    return None if axis in by else start
 
 
 def _scalars(operator: Operator) -> list[object]:
