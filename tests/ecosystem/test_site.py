@@ -19,14 +19,6 @@ MOST_LINES = 40
 """Of the first program of a guide."""
 UNFINISHED = {
     "auto",
-    "deepspeed",
-    "fine-tuning",
-    "hosts",
-    "make-it-fit",
-    "megatron",
-    "tuning",
-    "write-a-dialect",
-    "write-a-primitive",
 }
 """Guides that do not begin with *What you get* and a complete program yet."""
 
