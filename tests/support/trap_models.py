@@ -324,7 +324,7 @@ class Pair(nn.Module):
         return F.linear(F.linear(one, self.into).tanh(), self.out), other.sin()
 
 
-BEHIND: dict[str, Callable[..., Any]] = {
+PRODUCTS: dict[str, Callable[..., Any]] = {
     "a product squared": lambda m, h, x: (y := F.linear(h, m.out)) * y,
     "divided by a product": lambda m, h, x: x / F.linear(h, m.out),
     "a number is added to a product": lambda m, h, x: F.linear(h, m.out) + 1.5,
@@ -436,28 +436,49 @@ class Called(nn.Module):
         return x + z + mean[:, None] + self.cross(y)[1]
 
 
-class NormedWords(nn.Embedding):
-    """An embedding that normalizes what it finds: of no row it gives zeros, and so a sum over ranks is right."""
+class OddWords(nn.Embedding):
+    """An embedding that does something to the rows that it finds; of another rank's row it has zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self, behind: Callable[..., Any]) -> None:
         super().__init__(31, WIDTH)
-        self.norm = nn.RMSNorm(WIDTH)
+        self.norm, self.scale, self.behind = nn.RMSNorm(WIDTH), nn.Parameter(torch.ones(WIDTH)), behind
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.norm(super().forward(ids))
+    def forward(self, ids: Tensor) -> Any:
+        return self.behind(self, super().forward(ids))
 
 
 class Words(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, behind: Callable[..., Any]) -> None:
         super().__init__()
-        self.words, self.head = NormedWords(), nn.Linear(WIDTH, 31)
+        self.words, self.head = OddWords(behind), nn.Linear(WIDTH, 31)
         self.layers = nn.ModuleList(Mlp(lambda m, h, x: h) for _ in range(2))
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
+        found = self.words(ids)
+        x = found[0] + found[1] if isinstance(found, tuple) else found
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+WORDS: dict[str, Callable[..., Any]] = {
+    "an embedding with a norm": lambda m, rows: m.norm(rows),
+    "an embedding with a function": lambda m, rows: rows.cos(),
+    "an embedding with a weight": lambda m, rows: rows * m.scale,
+    "an embedding with a second result": lambda m, rows: (rows, torch.ones(WIDTH).to(rows)),
+    "an embedding that reads all rows": lambda m, rows: rows * m.weight.square().mean(),
+}
+
+
+class Convolved(nn.Module):
+    """A convolution of two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(WIDTH, INNER, 1, groups=2), nn.Conv1d(INNER, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x.transpose(1, 2)).tanh()).transpose(1, 2)
 
 
 class Tokens(nn.Module):
@@ -582,8 +603,12 @@ TRAP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **{name: (lambda between=between: Net(lambda: Mlp(between)), _x) for name, between in BETWEEN.items()},
     "weights without modules": (lambda: Net(Bare), _x),
     "shards beside the input": (lambda: Net(Beside), _x),
-    "an embedding with a norm": (Words, lambda: {"ids": torch.arange(10).view(2, 5)}),
-    **{name: (lambda behind=behind: Net(lambda: Residual(Product(behind))), _x) for name, behind in BEHIND.items()},
+    **{
+        name: (lambda behind=behind: Words(behind), lambda: {"ids": torch.arange(10).view(2, 5)})
+        for name, behind in WORDS.items()
+    },
+    "a convolution of two groups": (lambda: Net(Convolved), _x),
+    **{name: (lambda behind=behind: Net(lambda: Residual(Product(behind))), _x) for name, behind in PRODUCTS.items()},
     "a sum gates its own features": (lambda: Net(Again), _x),
     "each feature times each": (lambda: Net(Outer), _x),
     "a part of a packed matrix is read in full": (lambda: Net(Packed), _x),

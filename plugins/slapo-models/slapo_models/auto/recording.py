@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -240,18 +240,18 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None, *, trainin
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put the attributes, parameters and buffers of modules back, which a forward may set."""
-    before: list[tuple[nn.Module, dict[str, Any], list[tuple[MutableMapping[str, Any], dict[str, Any]]]]] = [
-        (module, dict(vars(module)), [(own, dict(own)) for own in (parameters_of(module), buffers_of(module))])
+    before = [
+        (module, dict(vars(module)), dict(parameters_of(module)), dict(buffers_of(module)))
         for module in model.modules()
     ]
     try:
         yield
     finally:
-        for module, attributes, tensors in before:
+        for module, attributes, parameters, buffers in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for own, values in tensors:
-                own.update(values)
+            parameters_of(module).update(parameters)
+            buffers_of(module).update(buffers)
 
 
 def first_row(inputs: Any) -> Any | None:
