@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import subprocess
 import sys
@@ -68,6 +69,13 @@ def test_an_unreachable_page_is_found(tmp_path: Path) -> None:
     for name in ("two", "three"):
         (tmp_path / f"{name}.md").write_text("")
     assert {page.stem for page in reachable(tmp_path)} == {"index", "one", "two"}
+
+
+def test_headings_go_down_by_one_level() -> None:
+    for page in DOCS.rglob("*.md"):
+        levels = [len(found) for found in re.findall(r"^(#+) ", without_code(page.read_text("utf-8")), re.MULTILINE)]
+        assert levels[:1] == [1], page
+        assert all(below <= above + 1 for above, below in itertools.pairwise(levels)), page
 
 
 def test_the_reading_path_is_short() -> None:
