@@ -38,7 +38,7 @@ copybutton_only_copy_prompt_lines = True
 _HERE = Path(__file__).parent
 _FENCED = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
-_LISTED = re.compile(r"^(?:- |## )\[.*?\]\(([\w/-]+)\.md\)", flags=re.MULTILINE)
+_LINKED = re.compile(r"\]\(([\w/-]+)\.md(?:#[\w-]+)?\)")
 
 
 def _adapt(app: Sphinx, page: str, source: list[str]) -> None:
@@ -61,13 +61,19 @@ def _shown(link: re.Match[str], folder: Path) -> str:
 
 
 def _contents(page: str, text: str) -> str:
-    """Return what an index page adds to the navigation: its links, in the root's with the sections as captions."""
+    """Return what an index page adds to the navigation: the pages beside it and below that it links to.
+
+    Sections of the root's are captions, and what the root lists is not listed again.
+    """
     if Path(page).name != "index":
         return ""
+    is_root = page == root_doc
+    root = set() if is_root else set(_LINKED.findall((_HERE / f"{root_doc}.md").read_text("utf-8")))
     tables = []
-    for section in re.split(r"^## (?=\w)", text, flags=re.MULTILINE):
-        caption = f":caption: {section.partition(chr(10))[0]}\n" if page == root_doc else ""
-        if pages := dict.fromkeys(_LISTED.findall(section)):
+    for section in re.split(r"^## (?=\w)", text, flags=re.MULTILINE) if is_root else [text]:
+        caption = f":caption: {section.partition(chr(10))[0]}\n" if is_root else ""
+        linked = dict.fromkeys(_LINKED.findall(section))
+        if pages := [each for each in linked if (Path(page).parent / each).as_posix() not in root]:
             tables.append("\n\n```{toctree}\n:hidden:\n" + caption + "\n" + "\n".join(pages) + "\n```\n")
     return "".join(tables)
 

@@ -5,6 +5,8 @@ python tools/model_zoo.py --all               # everything (about 20 minutes on 
 python tools/model_zoo.py --all --json z.json --write docs/results/models.md
 
 What z.json holds already is not run again: a run that was stopped goes on. Delete the file to start anew.
+
+python tools/model_zoo.py --write docs/results/models.md    # only its column `automatic`, from auto_matrix.md there
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.integration.zoo.running import COLUMNS as CHECKED, Row, check_all, split_all
 
 COLUMNS = (*CHECKED, "tp")
+AUTOMATIC = "automatic"
+_MATRIX = Path(__file__).resolve().parent.parent / "docs" / "results" / "auto_matrix.md"
 _COUNTED = ("trace", "flattened")
 _SIGN = {"ok": "yes", "refused": "refused", "none": "-", "FAILED": "FAILED"}
 
@@ -34,6 +38,10 @@ _SIGN = {"ok": "yes", "refused": "refused", "none": "-", "FAILED": "FAILED"}
 def main() -> int:
     """Run, print the table, and end with 1 if anything failed."""
     arguments = _arguments()
+    if not arguments.all and not arguments.names:
+        written = Path(arguments.write)
+        written.write_text(with_automatic(written.read_text(), _MATRIX.read_text()))
+        return 0
     from tests.integration.zoo.subjects import subjects
 
     known = [each.name for each in subjects()]
@@ -45,7 +53,7 @@ def main() -> int:
     store = Path(arguments.json) if arguments.json else None
     columns, ranks = arguments.columns, not arguments.no_ranks
     rows = _run(names, columns, workers=arguments.workers, ranks=ranks, store=store)
-    page = render(rows)
+    page = with_automatic(render(rows), _MATRIX.read_text())
     if arguments.write:
         Path(arguments.write).write_text(page)
     print(page)
@@ -62,8 +70,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--no-ranks", action="store_true", help="leave tensor parallelism out")
     arguments = parser.parse_args()
-    if arguments.all == bool(arguments.names):
-        parser.error("give names of models, or --all")
+    if (arguments.all and arguments.names) or not (arguments.all or arguments.names or arguments.write):
+        parser.error("give names of models, or --all, or only --write for the column of automatic schedules")
     return arguments
 
 
@@ -149,6 +157,37 @@ def render(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_automatic(page: str, matrix: str) -> str:
+    """Put the shares of automatic schedules into the table of models, by the models' classes.
+
+    Args:
+        page: the page of models, with or without the column.
+        matrix: the page of automatic schedules.
+    """
+    cells = [_cells(line) for line in matrix.splitlines() if line.startswith("| ")]
+    head = next(row for row in cells if row[:2] == ["model", "class"])
+    shares = {row[1]: row[head.index("tp 2")] for row in cells if len(row) == len(head)}
+    lines, is_table = [], False
+    for line in page.splitlines():
+        is_head = line.startswith("| model | class |")
+        is_table = line.startswith("|") and (is_table or is_head)
+        if is_head and _cells(line)[-1] != AUTOMATIC:
+            line += f" {AUTOMATIC} |"
+        if is_head:
+            columns = len(_cells(line)) - 1
+        elif is_table and line.startswith("|---"):
+            line = "|---" * (columns + 1) + "|"
+        elif is_table:
+            row = _cells(line)[:columns]
+            line = f"| {' | '.join([*row, shares.get(row[1], '')])} |"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
 def _meaning() -> list[str]:
     return [
         "- **addresses**: every path of the model is a path of the schedule, before and after its steps",
@@ -174,6 +213,9 @@ def _meaning() -> list[str]:
         "  that this schedule does not know the names of the model's layers, `refused` that it is wrong for the model,",
         "  for instance because a norm inside of the attention gets only a part of its gradient, and that a",
         "  precondition or `verify` said so",
+        "- **automatic**: of the weights in repeated blocks, the elements that `slapo_models.auto` splits over two",
+        "  ranks, where everything is equal, from [the automatic schedule, model by model](auto_matrix.md) by the",
+        "  class; an empty cell was not run there",
     ]
 
 

@@ -230,7 +230,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def _folded(items: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Join the paths of what is equal in repeated layers."""
+    """Join the paths of equal items in repeated layers."""
     from slapo_core.tree.render import fold_paths
 
     groups: dict[tuple[tuple[str, ...], str], list[str]] = {}

@@ -10,13 +10,30 @@ import pytest
 from typer.testing import CliRunner
 
 from slapo_core.cli.main import make_app
+from slapo_testing import preload_modules
 from tests.ecosystem.pages import Page
+
+preload_modules("deepspeed")  # which prints when transformers imports it
 
 
 @pytest.mark.breadth
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", ["tensor-parallelism.md", "make-it-faster.md", "find-what-is-wrong.md", "gpus.md", "look-at-a-schedule.md"]
+    "name",
+    [
+        "tensor-parallelism.md",
+        "make-it-faster.md",
+        "find-what-is-wrong.md",
+        "gpus.md",
+        "fsdp-and-precision.md",
+        "weights.md",
+        "layer-types.md",
+        "hosts.md",
+        "build-and-train.md",
+        "lightning.md",
+        "ready-schedules.md",
+        "look-at-a-schedule.md",
+    ],
 )
 def test_the_commands_print_what_the_page_shows(name: str, tmp_path: Path) -> None:
     Page(f"guides/{name}").runs_its_files(tmp_path)

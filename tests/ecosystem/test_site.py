@@ -19,21 +19,12 @@ MOST_LINES = 40
 """Of the first program of a guide."""
 UNFINISHED = {
     "auto",
-    "checkpoints",
     "deepspeed",
     "fine-tuning",
-    "fsdp-and-precision",
-    "graphs-and-fusion",
     "hosts",
-    "layer-types",
     "make-it-fit",
     "megatron",
-    "optimizers",
-    "pipelines",
-    "real-models",
-    "training-a-live-model",
     "tuning",
-    "weights",
     "write-a-dialect",
     "write-a-primitive",
 }

@@ -39,11 +39,17 @@ class BlockKinds:
         numbers: dict[Hashable, int] = {}
         paths = tuple(repeated_blocks(model))
         settings = {path: _settings(model.get_submodule(path)) for path in paths}
+        siblings: dict[str, list[str]] = {}
+        for path in paths:
+            siblings.setdefault(path.rpartition(".")[0], []).append(path)
+        counts = {
+            container: {key for key in settings[own[0]] if _counts(key, own, settings)}
+            for container, own in siblings.items()
+        }
         kinds = []
         for path in paths:
             container = path.rpartition(".")[0]
-            siblings = [other for other in paths if other.rpartition(".")[0] == container]
-            own = tuple((key, value) for key, value in settings[path].items() if not _counts(key, siblings, settings))
+            own = tuple((key, value) for key, value in settings[path].items() if key not in counts[container])
             key = (container, structure_of(model.get_submodule(path)), own)
             kinds.append(numbers.setdefault(key, len(numbers)))
         return cls(paths, tuple(kinds))

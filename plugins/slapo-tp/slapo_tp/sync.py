@@ -77,8 +77,15 @@ def argument_violations(sync: Sync, node: Node) -> Iterator[Violation]:
             f"the gradient of an input that passes unchanged has that input's shape, which {op} would change",
             f'use sync("fwd_pre", "{instead}", axis={sync.axis}), whose backward is the {op}',
         )
+    elif op == "split" and mode != "fwd_pre":
+        yield Violation(
+            f"split takes this rank's shard of an input (got mode='{mode}')",
+            f'use sync("fwd_pre", "split"{_axis(sync.axis)}) at the module that works on the shard',
+        )
     if sync.axis != -1 and (op == "all_reduce" or callable(op) or op is None):
-        yield Violation(f"axis applies only to all_gather and reduce_scatter (got axis={sync.axis})", "leave it out")
+        yield Violation(
+            f"axis applies only to all_gather, reduce_scatter and split (got axis={sync.axis})", "leave it out"
+        )
     if sync.inputs is not None and (mode == "fwd_post" or callable(op)):
         yield Violation(f"inputs={sync.inputs} belongs to built-in ops of fwd_pre and bwd_post", "leave it out")
     if sync.outputs is not None and (mode != "fwd_post" or callable(op)):
@@ -255,12 +262,13 @@ def _axis(axis: int) -> str:
 _CONJUGATES: dict[tuple[str, str], str] = {
     ("fwd_pre", "all_gather"): "reduce_scatter",
     ("fwd_pre", "reduce_scatter"): "all_gather",
+    ("fwd_pre", "split"): "all_gather",
     ("fwd_post", "reduce_scatter"): "all_gather",
 }
 """Mode and op -> the collective of the backward pass, where there is one."""
 
 Mode = Literal["fwd_pre", "fwd_post", "bwd_post", "forward", "backward"]
-Op = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "split"]
 
 
 @dataclass(frozen=True)
@@ -273,12 +281,13 @@ class Sync(Primitive):
         mode: ``"fwd_pre"`` (the input), ``"fwd_post"`` (the output) or ``"bwd_post"`` (the gradient of the input).
             ``"forward"`` is ``fwd_post`` with the op that the module's split asks for: all_reduce of a partial sum,
             all_gather of split features. ``"backward"`` is ``bwd_post`` with all_reduce.
-        op: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, or a function with the signature of torch's hook:
+        op: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"split"`` (fwd_pre only: a full input is cut,
+            nothing is summed), or a function with the signature of torch's hook:
             ``fn(module, args, kwargs)`` for fwd_pre, ``fn(module, args, kwargs, output)`` for fwd_post, and
             ``fn(module, grad_input, grad_output)`` for bwd_post. If the layer's bias was left out, the shape of its
             result decides how to add the bias: the partial sum's shape means the full sum, an equal shard along an
             axis other than the features' means this rank's shard; any other shape is refused.
-        axis: the tensor's axis to gather or scatter; negative counts from the end.
+        axis: the tensor's axis to gather, scatter or split; negative counts from the end.
         mesh_dim: the mesh dimension whose ranks take part.
         inputs: for fwd_pre and bwd_post, the arguments meant, by position or name, e.g. ``("hidden_states",)``. None:
             the only floating-point tensor (fwd_pre), every tensor that requires a gradient (bwd_post).
@@ -303,6 +312,8 @@ class Sync(Primitive):
         ``fwd_pre all_gather``: ``x (s/n, ...) -> all x (s, ...)``; backward ``dx -> shard of the sum of dx``
 
         ``fwd_pre reduce_scatter``: ``x (s, ...) -> shard of the sum of x (s/n, ...)``; backward ``dx -> all dx``
+
+        ``fwd_pre split``: ``x (s, ...) -> this rank's shard of x (s/n, ...)``; backward ``dx -> all dx``
 
         ``fwd_pre all_reduce``: ``x -> sum of x``; backward ``dx -> dx``
 
@@ -359,7 +370,8 @@ class Sync(Primitive):
         if mode == "bwd_post":
             yield Collective(op, self.mesh_dim, "backward")
         else:
-            yield Collective(op, self.mesh_dim, "forward", times)
+            if op != "split":
+                yield Collective(op, self.mesh_dim, "forward", times)
             conjugate = _CONJUGATES.get((mode, op))
             if conjugate is not None:
                 yield Collective(conjugate, self.mesh_dim, "backward", times)

@@ -97,8 +97,8 @@ class InputHook:
     """Communicate a module's input, and in backward its gradient (forward pre-hook).
 
     Args:
-        op: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``; ``"copy"`` passes the inputs unchanged, and sums
-            their gradients over the ranks.
+        op: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"split"``; ``"copy"`` passes the inputs
+            unchanged, and sums their gradients over the ranks.
         axis: the axis to gather or scatter.
         group: the ranks.
         path: of the module, for messages.
@@ -150,6 +150,8 @@ class InputHook:
             gathered = collectives.gather_sum(tensor, self.axis, self.group)
             overlaps = self.overlap and is_grad_enabled()
             return with_source(gathered, tensor, self.axis, self.group, self) if overlaps else gathered
+        if self.op == "split":
+            return collectives.split(tensor, self.axis, self.group)
         return collectives.reduce_scatter(tensor, self.axis, self.group)
 
     def _copy_if_differentiable(self, tensor: Tensor) -> Tensor:
@@ -351,9 +353,9 @@ def _check_axis(tensor: Tensor, axis: int, op: str, group: RankGroup, path: str)
             path,
             f"use an axis from {-tensor.dim()} to {tensor.dim() - 1}",
         )
-    if op == "reduce_scatter" and tensor.shape[axis] % group.size:
+    if op in ("reduce_scatter", "split") and tensor.shape[axis] % group.size:
         _refuse(
-            f"reduce_scatter along axis {axis} of a tensor {tuple(tensor.shape)}: {tensor.shape[axis]} elements are "
+            f"{op} along axis {axis} of a tensor {tuple(tensor.shape)}: {tensor.shape[axis]} elements are "
             f"not divisible by {group.size} ranks",
             path,
             f"pad that axis to {-(-tensor.shape[axis] // group.size) * group.size} elements",

@@ -102,6 +102,7 @@ class Judgment:
         elsewhere: collectives of a training step outside of repeated blocks.
         left_whole: path -> reason.
         verified: what ``slapo.verify`` said: ``"ok"`` or its error; ``""``: not asked.
+        refused: checks whose sequence the ranks do not divide, with sequence parallelism.
         seconds: of the processor, for all of it, on one rank.
     """
 
@@ -118,6 +119,7 @@ class Judgment:
     elsewhere: int = 0
     left_whole: dict[str, str] = field(default_factory=dict)
     verified: str = ""
+    refused: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -127,12 +129,23 @@ def _auto(sch: slapo.Schedule) -> dict[str, str]:
     return dict(auto(sch, kernels=False).left_whole)
 
 
+def _auto_sequence(sch: slapo.Schedule) -> dict[str, str]:
+    from slapo_models import auto
+
+    report = auto(sch, kernels=False, sequence_parallel=True)
+    return {**report.left_whole, **{f"sum of {path}": reason for path, reason in report.all_reduced.items()}}
+
+
 def _by_names(sch: slapo.Schedule) -> dict[str, str]:
     attentions, mlps = split_by_names(sch)
     return {"": f"{attentions} attentions and {mlps} MLPs recognized"}
 
 
-SCHEDULES: dict[str, Callable[[slapo.Schedule], dict[str, str]]] = {"auto": _auto, "names": _by_names}
+SCHEDULES: dict[str, Callable[[slapo.Schedule], dict[str, str]]] = {
+    "auto": _auto,
+    "auto-sequence": _auto_sequence,
+    "names": _by_names,
+}
 """What schedules a model, and says what it left whole, and why."""
 
 
@@ -225,8 +238,8 @@ class _Reference:
         CannotMake: there is no tiny instance, it does not run, or does not repeat its own result.
     """
 
-    def __init__(self, case: Case, ranks: int) -> None:
-        self.case = case
+    def __init__(self, case: Case, ranks: int, schedule: str = "auto") -> None:
+        self.case, self.multiple = case, ranks if schedule == "auto-sequence" else 1
         self.attention = "eager" if ranks == 2 else "sdpa"  # both are looked at
         for dtype in (torch.float64, torch.float32):  # grouped matrix products of experts know no float64
             try:
@@ -251,8 +264,8 @@ class _Reference:
             self.batch.pop("labels", None)
         self.has_loss, self.example = labeled is not None, self.batch if labeled is None else labeled
         with Exactly(dtype):
-            sizes = [self.batch, *at_other_sizes(self.model, self.batch)]
-            self.trained = sizes if labeled is None else [labeled, *at_other_sizes(self.model, labeled)]
+            sizes = [self.batch, *at_other_sizes(self.model, self.batch, self.multiple)]
+            self.trained = sizes if labeled is None else [labeled, *at_other_sizes(self.model, labeled, self.multiple)]
         self.trained = (self.trained * 3)[:3]
         checks: dict[str, Check] = {f"training, {_form(one)}": partial(run, batch=one) for one in sizes}
         if self.has_loss:
@@ -412,7 +425,7 @@ def _judge(name: str, schedule: str, verify: bool, ranks: int) -> Judgment:
     previous = signal.signal(signal.SIGPROF, _too_late)
     signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)  # of the processor
     try:
-        reference = _Reference(case, ranks)
+        reference = _Reference(case, ranks, schedule)
         row.kind = kind_of(case, reference.model, reference.batch)
         _compare(reference, row, SCHEDULES[schedule], verify)
     except CannotMake as reason:
@@ -487,18 +500,27 @@ def _verify(sch: slapo.Schedule, batch: Any) -> str:
 def _wrong(reference: _Reference, sch: slapo.Schedule, row: Judgment | None = None) -> list[str]:
     """What differs from the reference model: gathered parameters, each check, and three steps of AdamW."""
     model = sch.model
-    wrong = ungathered(sch, reference.model)
+    wrong, refused = ungathered(sch, reference.model), list[str]()
     for number, (label, check, expected) in enumerate(reference.results):
         if number == 0 and row is not None:
             with Collectives(model, blocks(model)) as sent:
                 found = check(model)
             row.collectives, row.elsewhere = sent.per_call(), sent.elsewhere
         else:
-            found = check(model)
+            try:
+                found = check(model)
+            except slapo.ArgumentError as error:  # the same on every rank, before anything is sent
+                if reference.multiple == 1 or "are not divisible by" not in error.message:
+                    raise
+                refused.append(label)
+                continue
         wrong += [f"{label}: {one}" for one in differences(sch, found, expected)]
     kept = copied(reference.model)
-    expected = train(kept, reference.trained, loss=reference.has_loss)
-    found = train(model, reference.trained, loss=reference.has_loss)
+    if row is not None:
+        row.refused = refused
+    steps = reference.trained[:1] * 3 if any("evaluation" not in label for label in refused) else reference.trained
+    expected = train(kept, steps, loss=reference.has_loss)
+    found = train(model, steps, loss=reference.has_loss)
     return [*wrong, *differences(sch, found, expected)]
 
 
@@ -516,7 +538,7 @@ def plant_on_ranks(names: Sequence[str], schedule: str) -> dict[str, dict[str, s
     _quiet()
     answers: dict[str, dict[str, str]] = {}
     for name in names:
-        reference = _Reference(cases()[name], dist.get_world_size())
+        reference = _Reference(cases()[name], dist.get_world_size(), schedule)
         mesh = {"tp": dist.get_world_size()}
         sch = slapo.create_schedule(reference.make(), mesh=mesh, example_inputs=reference.example)
         SCHEDULES[schedule](sch)

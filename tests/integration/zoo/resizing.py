@@ -17,19 +17,20 @@ __all__ = ["at_other_sizes"]
 _ROWS = (3, 1)
 
 
-def at_other_sizes(model: nn.Module, batch: Any) -> list[Any]:
+def at_other_sizes(model: nn.Module, batch: Any, multiple: int = 1) -> list[Any]:
     """``batch`` with three rows and with one, each with other lengths too where the reference model runs on that.
 
     Args:
         model: not changed.
         batch: positional arguments, or keyword ones; axis 0 of every tensor is the row.
+        multiple: of which the number of tokens is one.
     """
     model = copied(model)
-    return [found for rows in _ROWS for found in [_first_that_runs(model, batch, rows)] if found is not None]
+    return [found for rows in _ROWS for found in [_first_that_runs(model, batch, rows, multiple)] if found is not None]
 
 
-def _first_that_runs(model: nn.Module, batch: Any, rows: int) -> Any:
-    for candidate in _candidates(batch, rows):
+def _first_that_runs(model: nn.Module, batch: Any, rows: int, multiple: int) -> Any:
+    for candidate in _candidates(batch, rows, multiple):
         torch.manual_seed(5)
         try:
             for training in (True, False):
@@ -40,7 +41,7 @@ def _first_that_runs(model: nn.Module, batch: Any, rows: int) -> Any:
     return None
 
 
-def _candidates(batch: Any, rows: int) -> Iterator[Any]:
+def _candidates(batch: Any, rows: int, multiple: int) -> Iterator[Any]:
     """Every length another, only that of the numbers (ids), only that of the rest, only the number of rows."""
     shorter = rows == 3
     for ids, rest in ((True, True), (True, False), (False, True), (False, False)):
@@ -48,7 +49,7 @@ def _candidates(batch: Any, rows: int) -> Iterator[Any]:
             yield _mapped(
                 batch,
                 lambda tensor, ids=ids, rest=rest, change=change: _rowed(
-                    _id_length(tensor, shorter)
+                    _id_length(tensor, shorter, multiple)
                     if ids and not tensor.is_floating_point()
                     else change(tensor, shorter)
                     if rest and tensor.is_floating_point()
@@ -71,9 +72,12 @@ def _rowed(tensor: Tensor, rows: int) -> Tensor:
     return taken * 0.75 if tensor.is_floating_point() else taken.flip(0)
 
 
-def _id_length(tensor: Tensor, shorter: bool) -> Tensor:
-    """Five tokens fewer, or three fewer."""
-    return tensor[:, : tensor.shape[1] - (5 if shorter else 3)] if tensor.dim() == 2 and tensor.shape[1] > 5 else tensor
+def _id_length(tensor: Tensor, shorter: bool, multiple: int) -> Tensor:
+    """Five tokens fewer, or three fewer; or more, for a multiple."""
+    if tensor.dim() != 2 or tensor.shape[1] <= 5:
+        return tensor
+    length = tensor.shape[1] - (5 if shorter else 3)
+    return tensor[:, : max(length // multiple, 1) * multiple]
 
 
 def _resized(tensor: Tensor, shorter: bool) -> Tensor:

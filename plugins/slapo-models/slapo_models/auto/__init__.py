@@ -24,6 +24,7 @@ def auto(
     *,
     memory: int | str | None = None,
     kernels: bool | Sequence[str] = True,
+    sequence_parallel: bool = False,
 ) -> AutoReport:
     """Schedule any model: tensor parallelism over ``tp``, kernels, checkpoints.
 
@@ -38,9 +39,12 @@ def auto(
             checkpoints none.
         kernels: whether to replace or fuse what matches a pattern in repeated blocks, where the estimated step gains
             on this machine's device; or names of patterns, e.g. ``("fusion.sdpa",)``.
+        sequence_parallel: whether each rank works on its slice of the sequence between splits, where that can be
+            proved; every batch's sequence must then be divisible by the number of ranks. ``report.all_reduced`` has
+            the sums that stay all-reduced.
 
     Returns:
-        the split parameters, and the full matrices with the reason of each.
+        the split parameters, the full matrices with the reason of each, and the sums over the ranks.
 
     Raises:
         ArgumentError: no inputs, the schedule has steps, or the model does not run on the inputs.
@@ -49,4 +53,6 @@ def auto(
     """
     from slapo_models.auto.scheduling import schedule_automatically
 
-    return schedule_automatically(sch, example_inputs, memory=memory, kernels=kernels)
+    return schedule_automatically(
+        sch, example_inputs, memory=memory, kernels=kernels, sequence_parallel=sequence_parallel
+    )

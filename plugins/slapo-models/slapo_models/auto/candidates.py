@@ -82,6 +82,11 @@ def divisors(leaves: Sequence[Axis], ranks: int) -> dict[Axis, int]:
     return {outer: outer.size, inner: ranks // outer.size}
 
 
+def all_divisors(split: Iterable[Sequence[Axis]], ranks: int) -> dict[Axis, int]:
+    """Return what the leaves of several splits are divided by."""
+    return {leaf: number for leaves in split for leaf, number in divisors(leaves, ranks).items()}
+
+
 def pairs(axes: Iterable[Axis]) -> Iterator[tuple[Axis, Axis]]:
     """Yield the leaves within which other leaves lie: KV heads, and the query heads of each."""
     for axis in axes:
@@ -205,7 +210,7 @@ def _covered(axis: Axis, leaves: Sequence[Axis]) -> int:
 def matrices(axis: Axis, leaves: Sequence[Axis]) -> list[tuple[int, frozenset[Axis]]]:
     """Return the matrices one after the other on an axis: their sizes, and the leaves that split each.
 
-    Of groups that have more than one matrix each (a KV head behind its queries), those of one group.
+    Of groups with more than one matrix each (a KV head behind its queries) only the first is listed.
 
     Raises:
         LeftWhole: a rank would have more than one shard of a matrix.
@@ -299,4 +304,4 @@ def steps(candidate: Candidate) -> list[Step]:
     return found
 
 
-__all__ = ["BUFFER", "Candidate", "Step", "candidates", "local_shape", "packing", "prove", "steps"]
+__all__ = ["BUFFER", "Candidate", "Step", "all_divisors", "candidates", "local_shape", "packing", "prove", "steps"]

@@ -31,25 +31,31 @@ def infer(recording: Recording) -> dict[int, list[Axis]]:
                 _fresh(value)
                 if value.origin == CONSTANT and value.shape:
                     _block(value, f"a constant of {operator.where}")
-        rule = _rule_of(operator)
-        try:
-            summed = rule(operator)
-        except (IndexError, KeyError, TypeError, ValueError, AttributeError):  # arguments that the rule does not know
-            _unknown(operator)
-            summed = None
+        summed = apply_rule(operator)
         if summed:
             contractions[operator.index] = list(summed)
-        for value in operator.results:
-            if len(value.axes) != len(value.shape) or any(
-                axis.size != size for axis, size in zip(value.axes, value.shape, strict=True)
-            ):
-                value.axes = []
-                _unknown(operator)
-                break
         for value in operator.results:
             if value.changed_gradient:
                 _block(value, value.changed_gradient)
     return contractions
+
+
+def apply_rule(operator: Operator) -> list[Axis] | None:
+    """Give an operator's results their axes; return the axes that it sums over."""
+    rule = _rule_of(operator)
+    try:
+        summed = rule(operator)
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError):  # arguments that the rule does not know
+        _unknown(operator)
+        summed = None
+    for value in operator.results:
+        if len(value.axes) != len(value.shape) or any(
+            axis.size != size for axis, size in zip(value.axes, value.shape, strict=True)
+        ):
+            value.axes = []
+            _unknown(operator)
+            break
+    return summed
 
 
 def _rule_of(operator: Operator) -> Rule:

@@ -49,6 +49,7 @@ class Call:
         number: of the calls of this module, from 0.
         inputs: argument -> value, of tensors among the arguments: position or name.
         outputs: tensors among the results.
+        is_tuple: whether the result is a tuple.
         operators: those that the module itself runs, in order.
     """
 
@@ -58,6 +59,7 @@ class Call:
     number: int
     inputs: dict[int | str, Value] = field(default_factory=dict)
     outputs: list[Value] = field(default_factory=list)
+    is_tuple: bool = False
     operators: list[Operator] = field(default_factory=list)
 
     def chain(self) -> list[Call]:
@@ -239,17 +241,17 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None, *, trainin
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put the attributes, parameters and buffers of modules back, which a forward may set."""
     before = [
-        (module, dict(vars(module)), [(own, dict(own)) for own in (parameters_of(module), buffers_of(module))])
+        (module, dict(vars(module)), dict(parameters_of(module)), dict(buffers_of(module)))
         for module in model.modules()
     ]
     try:
         yield
     finally:
-        for module, attributes, tensors in before:
+        for module, attributes, parameters, buffers in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for own, values in tensors:
-                own.update(values)
+            parameters_of(module).update(parameters)
+            buffers_of(module).update(buffers)
 
 
 def first_row(inputs: Any) -> Any | None:
@@ -383,7 +385,7 @@ class _Recorder(TorchDispatchMode):
             output = run(module, *args, **kwargs)
         finally:
             self._call = before
-        call.outputs = [self.value(tensor) for tensor in tensors_in(output)]
+        call.outputs, call.is_tuple = [self.value(tensor) for tensor in tensors_in(output)], isinstance(output, tuple)
         self._watch.after_call(call)
         return output
 
@@ -411,18 +413,28 @@ class _Recorder(TorchDispatchMode):
         if tensor._backward_hooks:
             self.value(tensor).changed_gradient = "a hook on its gradient"
         backward: Any = tensor.grad_fn
-        if not isinstance(backward, BackwardCFunction) or id(backward) in self._backwards:
+        if not isinstance(backward, BackwardCFunction):
             return
+        self._let_flow(self.value(tensor))
         cls: Any = getattr(backward, "_forward_cls", None)
         if _is_ours(cls.__module__):
             return
-        self._backwards[id(backward)] = backward  # so that no other one gets its id
         self.value(tensor).has_own_backward = True
+        if id(backward) in self._backwards:
+            return
+        self._backwards[id(backward)] = backward  # so that no other one gets its id
         try:
             with self, torch.no_grad():
                 backward.apply(torch.empty_like(tensor))
         except Exception:  # noqa: BLE001 - of several results, or whatever it raises without memory
             self.value(tensor).changed_gradient = f"the backward of {cls.__name__}"
+
+    def _let_flow(self, value: Value) -> bool:
+        """Let a gradient flow through the operators of an ``autograd.Function``, which run without."""
+        if not value.needs_gradient and value.made_by is not None and value.dtype.is_floating_point:
+            flows = [self._let_flow(each) for each in value.made_by.inputs]
+            value.needs_gradient = any(flows)
+        return value.needs_gradient
 
     def add(self, operator: Operator, results: list[Tensor]) -> None:
         """Add an operator with its results."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -14,10 +14,11 @@ import slapo_core as slapo
 from slapo_core.errors import SlapoError
 from slapo_core.internals import Internals
 from slapo_models.auto.axes import PRODUCT, SUM, Axis
-from slapo_models.auto.candidates import Candidate, Step, divisors, local_shape, local_size
+from slapo_models.auto.candidates import Candidate, Step, all_divisors, local_shape, local_size
 from slapo_models.auto.placement import COPIES, Graph, LeftWhole
 from slapo_models.auto.recording import Call, Operator, Value, Watch, record, without_memory
 from slapo_models.auto.situations import Situation
+from slapo_models.auto.slices import Region
 
 NAMES = {
     "shard": "tp.shard",
@@ -29,6 +30,7 @@ NAMES = {
 }
 _MOST_ATTEMPTS = 60
 _Count = tuple[str, str]  # an attribute, and the option of `shard_attribute` that it needs
+Shapes = Callable[[Value, Call | None], tuple[int, ...]]
 
 
 class Mismatch(Exception):  # noqa: N818 - an answer, not an error
@@ -67,7 +69,7 @@ class Trial:
         self, model: nn.Module, mesh: Mapping[str, int], inputs: Any, graph: Graph, others: Sequence[Situation]
     ) -> None:
         self.schedule = slapo.create_schedule(without_memory(model), mesh=slapo.Mesh(mesh))
-        self._inputs, self._graph, self._ranks, self._others = inputs, graph, mesh["tp"], others
+        self._inputs, self._graph, self.ranks, self._others = inputs, graph, mesh["tp"], others
         self._attributes: dict[type, tuple[_Count, ...]] = {}
 
     def settle(
@@ -101,6 +103,31 @@ class Trial:
             if self._finish(kept, steps, failed):
                 self.schedule.undo(to=0)
                 return attributes, failed
+
+    def check(self, steps: Sequence[Step], regions: Sequence[Region], kept: Sequence[Candidate]) -> Mismatch | None:
+        """Run all steps with slices of the sequence; return the first difference.
+
+        Args:
+            steps: all of them.
+            regions: the slices in the recording and in each further situation.
+            kept: the splits.
+        """
+        situations = [(self._graph, self._inputs, True, [each.leaves for each in kept])]
+        situations += [(o.graph, o.inputs, o.training, [o.leaves[each] for each in kept]) for o in self._others]
+        self.schedule.undo(to=0)
+        try:
+            for step in steps:
+                if step.name == "linear_cross_entropy":  # its logits are never full
+                    step = Step(step.path, "sync", ("fwd_post", "all_gather"))
+                if step.name != "fork_rng":
+                    apply(self.schedule, step)
+        except SlapoError as error:
+            return Mismatch(None, " ".join(error.message.split()))
+        for (graph, inputs, training, own), region in zip(situations, regions, strict=True):
+            mismatch = self._run_in(graph, inputs, own, training=training, shape=region.shape)
+            if mismatch is not None:
+                return mismatch
+        return None
 
     def _apply(
         self, kept: list[Candidate], steps: Mapping[Candidate, list[Step]], failed: dict[Candidate, str]
@@ -152,11 +179,19 @@ class Trial:
         return found
 
     def _run_in(
-        self, graph: Graph, inputs: Any, split: Sequence[tuple[Axis, ...]], *, training: bool
+        self,
+        graph: Graph,
+        inputs: Any,
+        split: Sequence[tuple[Axis, ...]],
+        *,
+        training: bool,
+        shape: Shapes | None = None,
     ) -> Mismatch | None:
         changed = {record.path for record in self.schedule.records if record.name == "tp.shard"}
-        by = {leaf: number for leaves in split for leaf, number in divisors(leaves, self._ranks).items()}
-        watch = _Comparison(graph, by, changed)
+        if shape is not None:  # a head that is tied to a vocabulary
+            nodes = self.schedule.root.walk()
+            changed |= {each.path for each in nodes if any(each.layout(name).is_sharded for name in each.parameters)}
+        watch = _Comparison(graph, all_divisors(split, self.ranks), changed, shape)
         try:
             record(self.schedule.model, inputs, watch, training=training)
         except Mismatch as mismatch:
@@ -214,7 +249,7 @@ class Trial:
         """Add the attributes one by one that bring the run further, or two at once."""
         module = self.schedule.model.get_submodule(call.path)
         cls, counts = type(module), {count for each in owners for count in each.counts}
-        names = _choices(module, counts, self._ranks)
+        names = _choices(module, counts, self.ranks)
         chosen: tuple[_Count, ...] = ()
         reached = mismatch.expected.index if mismatch.expected is not None else -1
         while True:
@@ -344,10 +379,12 @@ class _Comparison(Watch):
         graph: the reference.
         by: what the sizes of leaves are divided by.
         changed: paths of modules whose forward a step changed.
+        shape: of a result of an operator, or of an output behind a call; None: of shards.
     """
 
-    def __init__(self, graph: Graph, by: Mapping[Axis, int], changed: set[str]) -> None:
+    def __init__(self, graph: Graph, by: Mapping[Axis, int], changed: set[str], shape: Shapes | None = None) -> None:
         self._graph, self._by, self._changed = graph, by, changed
+        self._shape = shape or (lambda value, call: local_shape(value, by))
         self._positions: dict[Call, int] = {}
         self.running: Call | None = None
 
@@ -371,13 +408,15 @@ class _Comparison(Watch):
         self.running = call
         if call.path in self._changed or not self._graph.calls_of.get(call.path) or operator.name in COPIES:
             return
+        if operator.name.startswith("collective::"):
+            return
         expected = self._next(call, operator)
         if expected is None:
             raise Mismatch(call, f"{operator.where} does not run in the reference model")
         if _alike(operator) != _alike(expected):
             raise Mismatch(call, f"{operator.where} runs instead of {expected.where}")
         for own, other in zip(operator.results, expected.results, strict=False):
-            self._compare(call, own, other, operator.where)
+            self._compare(call, own, self._shape(other, None), operator.where)
         if operator.name not in _RESIZED and _scalars(operator) != _scalars(expected):
             raise Mismatch(call, f"{operator.where} gets another number")
         if operator.name in ("aten::slice", "aten::narrow") and not self._starts_alike(operator, expected):
@@ -419,13 +458,12 @@ class _Comparison(Watch):
         if len(call.outputs) != len(reference.outputs):
             raise Mismatch(call, "a module returns another number of tensors")
         for own, other in zip(call.outputs, reference.outputs, strict=True):
-            self._compare(call, own, other, f"the output of {type(call.module).__name__}")
+            self._compare(call, own, self._shape(other, reference), f"the output of {type(call.module).__name__}")
         rest = reference.operators[self._positions.get(call, 0) :]
         if call.path not in self._changed and any(operator.name not in COPIES for operator in rest):
             raise Mismatch(call, "fewer operators run than in the reference model")
 
-    def _compare(self, call: Call, own: Value, other: Value, where: str) -> None:
-        expected = local_shape(other, self._by)
+    def _compare(self, call: Call, own: Value, expected: tuple[int, ...], where: str) -> None:
         if own.shape != expected:
             raise Mismatch(call, f"{where} gives shape {own.shape} where the shard has {expected}")
 
