@@ -179,7 +179,7 @@ def _saved(name: str, model: str | None, sizes: Mapping[str, int] | None) -> Nam
     try:
         document = load_document(Path(name))
     except ReplayError as error:
-        raise typer.BadParameter(f"{name}: {error}", param_hint="SCHEDULE") from error
+        raise typer.BadParameter(f"{name}: {error.message}", param_hint="SCHEDULE") from error
     if model is None:
         saved_for = f", of {document['model']}" if isinstance(document.get("model"), str) else ""
         raise typer.BadParameter(

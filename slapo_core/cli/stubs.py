@@ -39,6 +39,8 @@ def stubs(
     """
     if install and output is not None:
         raise typer.BadParameter("choose one of --install and --output", param_hint="--output")
+    if output is not None and output.exists() and not output.is_dir():
+        raise typer.BadParameter(f"{output} is not a directory", param_hint="--output")
     source, left_out = vocabulary_source(current_registry())
     for text in left_out:
         print(f"left out: {text}", file=sys.stderr)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +15,7 @@ from slapo_core.cli import (
     NamedSchedule,
     ScheduleName,
     batch_of,
+    call_function,
     find_function,
     find_schedule,
     print_json,
@@ -84,8 +83,6 @@ def observe(
     slapo observe bert:schedule --model bert:make_model --mesh tp=2 --batch input_ids=2x64:int64
     --batch labels=2x64:int64
     """
-    from slapo_core.errors import SlapoError
-
     spec = None if device is None else find_device(device)
     if not batch:
         raise typer.BadParameter("required, e.g. --batch input_ids=2x64:int64", param_hint="--batch")
@@ -95,25 +92,20 @@ def observe(
     options: dict[str, Any] = {} if microbatches is None else {"microbatches": microbatches}
     options |= {} if config is None else {"config": str(config)}
     arguments = {"optimizer": factory, "loss": compute_loss, "accumulate": accumulate, **options}
-    try:
-        with progress(None, "observing") as tell:
-            tell(f"training steps on {named.mesh or 'one rank'}")
-            build = None if target is None else {"target": target, **arguments}
-            found = _observed(named, inputs, steps, compute_loss, build, timeout)
-        comparison = None
-        if with_estimate:
-            with progress(None, "estimating") as tell:
-                tell(f"a training step on {named.mesh or 'one rank'}")
-                predicted = estimate_named(
-                    named, inputs, device=spec, target=target or "torch", timeout=timeout, **arguments
-                )
-            comparison = found.compare(predicted)
-    except SlapoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except Exception as error:
-        traceback.print_exc()  # of the user's code
-        raise typer.Exit(2) from error
+    with progress(None, "observing") as tell:
+        tell(f"training steps on {named.mesh or 'one rank'}")
+        build = None if target is None else {"target": target, **arguments}
+        found = call_function(
+            _observed, "the training step", named, inputs, steps=steps, loss=compute_loss, build=build, timeout=timeout
+        )
+    comparison = None
+    if with_estimate:
+        with progress(None, "estimating") as tell:
+            tell(f"a training step on {named.mesh or 'one rank'}")
+            predicted = estimate_named(
+                named, inputs, device=spec, target=target or "torch", timeout=timeout, **arguments
+            )
+        comparison = found.compare(predicted)
     if as_json:
         print_json({**found.to_json(), **({} if comparison is None else {"estimate": comparison.to_json()})})
     else:
@@ -127,6 +119,7 @@ def observe(
 def _observed(
     named: NamedSchedule,
     batch: Any,
+    *,
     steps: int,
     loss: Callable[..., Any] | None,
     build: Mapping[str, Any] | None,

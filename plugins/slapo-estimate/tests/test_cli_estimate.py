@@ -52,9 +52,6 @@ def mean(output, batch):
 def loss(output, batch):
     return output
 
-def nothing_made():
-    return None
-
 def batch():
     return {"x": torch.ones(4, 16), "mask": torch.ones(4, dtype=torch.long)}
 """
@@ -120,30 +117,6 @@ def test_step_over_the_memory_limit_exits_with_1(here: Path) -> None:
     assert done.exit_code == 1
     assert "error: the step needs" in done.stderr
     assert "more than --memory 1KiB" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "word"),
-    [
-        (("estimate", "nowhere:make_model", *BATCH), "module 'nowhere' not found"),
-        (("estimate", "tiny_estimated:nothing", *BATCH), "'tiny_estimated' has no function 'nothing'"),
-        (("estimate", "tiny_estimated", *BATCH), "MODULE:FUNCTION"),
-        ((*ESTIMATE, "--mesh", "dp8", *BATCH), "(got 'dp8')"),
-        ((*ESTIMATE, "--batch", "x=4,16"), "(got 'x=4,16')"),
-        ((*ESTIMATE, "--batch", "x=4x16:float31"), "no dtype 'float31'"),
-        ((*ESTIMATE, *BATCH, "--optimizer", "Adem"), "no optimizer 'Adem'"),
-        ((*ESTIMATE, *BATCH, "--mesh", "dp=0"), "(got 'dp=0')"),
-        ((*ESTIMATE, *BATCH, "--memory", "70G"), 'memory="70GiB"'),
-        ((*ESTIMATE, *BATCH, "--timeout", "0"), "equal to 1"),
-        ((*ESTIMATE, "--batch", "tiny_estimated:nothing_made"), "must return a batch (got None)"),
-        (ESTIMATE, "e.g. --batch input_ids=4x512:int64"),
-    ],
-)
-def test_wrong_arguments_are_usage_errors(here: Path, words: tuple[str, ...], word: str) -> None:
-    """In a frame that typer draws, as wide as the terminal."""
-    done = run(*words)
-    assert done.exit_code == 2
-    assert word in " ".join(done.stderr.replace("│", " ").split())
 
 
 def test_device_round_trips_through_json_and_faults_are_named(tmp_path: Path, message: Messages) -> None:

@@ -28,6 +28,18 @@ class AutoReport:
     scattered: tuple[str, ...] = ()
     all_reduced: Mapping[str, str] = field(default_factory=dict)
 
+    def repeated(self, stands: Mapping[str, str]) -> AutoReport:
+        """Return the report of a model of more blocks, without notes.
+
+        Args:
+            stands: path of a parameter or buffer -> path in this report.
+        """
+        return AutoReport(
+            tuple(path for path, own in stands.items() if own in self.split),
+            {path: self.left_whole[own] for path, own in stands.items() if own in self.left_whole},
+            self.assumptions,
+        )
+
     def __str__(self) -> str:
         lines = [f"split: {len(self.split)} parameters; left whole: {len(self.left_whole)} matrices"]
         lines += [f"  {each}" for each in by_reason("left whole", self.left_whole)]
