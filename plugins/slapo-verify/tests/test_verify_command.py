@@ -14,12 +14,11 @@ import transformers
 from torch import nn
 from typer.testing import CliRunner, Result
 
-import slapo_core as slapo
+from slapo_core.cli import batch_for
 from slapo_core.cli.main import make_app
 from slapo_core.errors import ArgumentError
 from slapo_testing import ModelSnapshot
 from slapo_testing.models import MLP, Tied, bert, cnn, gpt2
-from slapo_verify.example_batch import integers, make_batch
 from tests.messages import Messages
 
 SOURCE = """
@@ -49,6 +48,11 @@ def other_activation():
     sch["act"].replace(nn.GELU())
     return sch
 
+def needs_example_inputs(sch):
+    if sch.example_inputs is None:
+        raise ValueError("no example inputs")
+    right(sch)
+
 def alone():
     return slapo.create_schedule(Model(), example_inputs=torch.tensor([[1, 2, 3]]))
 
@@ -75,7 +79,7 @@ MODEL = ("--model", "tiny_verified:Model")
 
 @pytest.mark.ranks
 def test_exit_status_on_a_mesh(here: Path) -> None:
-    right = run("right", *MODEL, "--mesh", "tp=2", "--json")
+    right = run("needs_example_inputs", *MODEL, "--mesh", "tp=2", "--json")
     assert right.exit_code == 0, (right.output, right.exception)
     found = json.loads(right.stdout)
     assert (found["passed"], found["mesh"], found["report"]["world_size"]) == (True, {"tp": 2}, 2)
@@ -176,22 +180,33 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[int, ...]]]] = 
 def test_a_batch_is_made_that_the_model_runs_on(name: str) -> None:
     make, shapes = MODELS[name]
     torch.manual_seed(0)
-    sch = slapo.create_schedule(make())
-    modes = {module: module.training for module in sch.model.modules()}
-    before, state = ModelSnapshot(sch.model), torch.get_rng_state()
-    made = make_batch(sch)
+    model: Any = make()
+    modes = {module: module.training for module in model.modules()}
+    before, state = ModelSnapshot(model), torch.get_rng_state()
+    made = batch_for(model, None)
     given = made.inputs if isinstance(made.inputs, dict) else dict(zip("0123", made.inputs, strict=False))
     tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
     assert {key: tuple(value.shape) for key, value in tensors.items()} == shapes
-    vocabulary = getattr(getattr(sch.model, "config", None), "vocab_size", None)
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if "input_ids" in given:
         assert f"of {vocabulary} tokens" in made.how
         assert len(given["input_ids"].unique()) > 5
         assert int(given["input_ids"].max()) < vocabulary
-        assert sch.model.config.pad_token_id not in given["input_ids"].unique().tolist()
-    assert {module: module.training for module in sch.model.modules()} == modes
-    assert before.differences(sch.model) == []
+        assert model.config.pad_token_id not in given["input_ids"].unique().tolist()
+    assert {module: module.training for module in model.modules()} == modes
+    assert before.differences(model) == []
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "vit", "mlp"])
+def test_a_model_without_memory_gets_a_batch_with_values(name: str) -> None:
+    make, shapes = MODELS[name]
+    with torch.device("meta"):
+        inputs = batch_for(make(), None).inputs
+    given = inputs if isinstance(inputs, dict) else dict(zip("0123", inputs, strict=False))
+    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    assert {key: tuple(value.shape) for key, value in tensors.items()} == shapes
+    assert not any(value.is_meta for value in tensors.values())
 
 
 def test_no_batch_is_made_of_guesses(message: Messages) -> None:
@@ -205,15 +220,15 @@ def test_no_batch_is_made_of_guesses(message: Messages) -> None:
 
     for model, word in ((Two(), "its shapes are not known"), (Picky(), "ValueError: not of 3 axes")):
         with pytest.raises(ArgumentError) as refused:
-            make_batch(slapo.create_schedule(model))
+            batch_for(model, None)
         message(refused, word, "--batch")
 
 
 def test_integers_by_name() -> None:
-    generator = torch.Generator().manual_seed(0)
-    model = _classifier("Sequence")
-    assert integers("attention_mask", (2, 5), model, generator).eq(1).all()
-    assert integers("position_ids", (2, 5), model, generator)[1].tolist() == [0, 1, 2, 3, 4]
-    assert int(integers("token_type_ids", (20, 5), model, generator).max()) == 1
-    assert int(integers("labels", (40,), model, generator).max()) == 2
-    assert int(integers("anything", (40, 5), model, generator).max()) > 40
+    words = [f"{name}=40x5:int64" for name in ("attention_mask", "position_ids", "token_type_ids", "input_ids")]
+    given = batch_for(_classifier("Sequence"), [*words, "labels=40:int64", "x=40x2:float64"]).inputs
+    assert given["attention_mask"].eq(1).all()
+    assert given["position_ids"][1].tolist() == [0, 1, 2, 3, 4]
+    assert [int(given[name].max()) for name in ("token_type_ids", "labels")] == [1, 2]
+    assert 40 < int(given["input_ids"].max()) < 60
+    assert given["x"].dtype is torch.float64
