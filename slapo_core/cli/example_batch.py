@@ -46,7 +46,7 @@ def _made(reference: nn.Module, generator: torch.Generator) -> ExampleBatch:
             return candidate
         tried.append(f"{candidate.how}: {refused}")
     taken = ", ".join(inspect.signature(model.forward).parameters)
-    why = f"the model refuses {tried[-1]}" if tried else "its shapes are not known"
+    why = f"the model refuses a batch {tried[-1]}" if tried else "its shapes are not known"
     raise ArgumentError(
         f"no batch can be made for {type(model).__name__}.forward({taken}): {why}",
         hint="--batch input_ids=4x32:int64, --batch 4x16:float32, or --batch MODULE:FUNCTION, which returns it",

@@ -52,8 +52,8 @@ class NamedSchedule:
         """Make the schedule of this process, on an abstract mesh as of rank 0.
 
         Args:
-            example_inputs: returns those of the reference model, for steps that run it; not called where `apply`
-                makes the schedule.
+            example_inputs: returns example inputs of a model, for steps that run it; not called where `apply` makes the
+                schedule.
             on_meta: whether its model is made on the meta device, without memory. One that cannot be is made in
                 memory, which a line on stderr says.
 
@@ -168,7 +168,7 @@ def batch_for(model: nn.Module, words: Sequence[str] | None, seed: int = 0) -> E
 
 
 def batch_for_steps(model: nn.Module, words: Sequence[str] | None) -> Any:
-    """Return example inputs for steps that run the model; those that were made are said on stderr.
+    """Return example inputs for steps that run the model; print on stderr how they were made.
 
     Args:
         model: the reference model; only read.
