@@ -12,7 +12,7 @@ import typer
 from slapo_core.cli.arguments import AsJson
 from slapo_core.cli.explain import header, record_to_json
 from slapo_core.cli.output import print_json, print_table
-from slapo_core.cli.schedules import ModelName, ScheduleName, find_schedule
+from slapo_core.cli.schedules import SCHEDULE_HELP, find_schedule
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Record
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 
 def diff(
-    schedule: ScheduleName,
-    other: Annotated[
-        str | None, typer.Argument(metavar="OTHER", help="Another schedule; default: SCHEDULE at the second --mesh.")
-    ] = None,
-    model: ModelName = None,
-    mesh: Annotated[
+    schedules: Annotated[list[str], typer.Argument(metavar="SCHEDULE [OTHER]", help=SCHEDULE_HELP)],
+    model: Annotated[
         list[str] | None,
-        typer.Option("--mesh", metavar="SIZES", help="Declared sizes of both, or twice: of each. E.g. tp=2."),
+        typer.Option("--model", metavar="MODULE:FUNCTION", help="A function that returns the model; twice: of each."),
+    ] = None,
+    mesh: Annotated[
+        list[str] | None, typer.Option("--mesh", metavar="SIZES", help="Sizes, e.g. tp=2; twice: of each schedule.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -41,15 +40,16 @@ def diff(
 
     slapo diff bert:schedule --model bert:make_model --mesh tp=2 --mesh tp=4
     """
-    meshes = mesh or []
-    if len(meshes) > 2 or (other is None and len(meshes) != 2):
-        required = "two, e.g. --mesh tp=2 --mesh tp=4, or another schedule" if other is None else "at most two"
-        raise typer.BadParameter(f"required: {required} (got {len(meshes)})", param_hint="--mesh")
-    sizes = (meshes[0], meshes[-1]) if meshes else (None, None)
-    names = (schedule, schedule if other is None else other)
+    given: tuple[Sequence[str | None], ...] = (schedules, model or [None], mesh or [None])
+    count = max(map(len, given))
+    if count != 2:
+        raise typer.BadParameter(
+            f"two are compared: give another schedule, or --mesh twice (got {count})", param_hint="SCHEDULE [OTHER]"
+        )
+    names, models, meshes = ((values[0], values[-1]) for values in given)
     named = [
-        find_schedule(name, model=model, mesh=each, model_is_optional=True)
-        for name, each in zip(names, sizes, strict=True)
+        find_schedule(str(name), model=each, mesh=sizes, model_is_optional=True)
+        for name, each, sizes in zip(names, models, meshes, strict=True)
     ]
     if model is not None and all(one.make_model is None for one in named):
         raise typer.BadParameter("neither schedule needs it: both make their models", param_hint="--model")

@@ -24,6 +24,10 @@ def make():
     return bert(num_hidden_layers=4)
 
 
+def deeper():
+    return bert(num_hidden_layers=5)
+
+
 def steps(sch):
     for layer in sch[LAYERS]:
         layer["intermediate.dense"].shard(["weight", "bias"], axis=0).sync("backward")
@@ -137,6 +141,13 @@ def test_two_meshes_differ_in_shapes_only(here: Path) -> None:
     assert len(found["tensors"]) == 3 * 4
     shown = run("diff", "steps", "--mesh", "tp=2", "--mesh", "dp=2,tp=4").stdout
     assert "'bert.encoder.layer.{0-3}.output.dense' (x 4)        weight  (16, 16) [tp: S(1)] float32  (16, 8)" in shown
+
+
+def test_two_models_differ_in_modules_too(here: Path) -> None:
+    found = difference("steps", "--mesh", "tp=2", "--model", "compared:deeper")[1]
+    assert {one["path"].split(".")[3] for one in (*found["removed"], *found["tensors"])} == {"4"}
+    assert len(found["removed"]) == 4
+    assert {"a": "BertLayer", "b": None, "path": "bert.encoder.layer.4", "tensor": ""} in found["tensors"]
 
 
 def test_order_at_one_module_counts(here: Path) -> None:

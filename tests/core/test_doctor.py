@@ -178,7 +178,7 @@ def test_an_environment_without_torch_is_reported_and_not_a_crash(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "offered"), [("slapo pl", "plugins"), ("slapo plugins l", "list"), ("slapo d", "doctor")]
+    ("words", "offered"), [("slapo pl", "plugins"), ("slapo plugins l", "list"), ("slapo verify --m", "--mesh")]
 )
 def test_the_shell_completes_commands(fake_distributions: FakeEnvironment, words: str, offered: str) -> None:
     command = str(Path(sys.executable).with_name("slapo"))

@@ -29,6 +29,7 @@ preload_modules("deepspeed")  # which prints when transformers imports it
         "weights.md",
         "layer-types.md",
         "hosts.md",
+        "auto.md",
         "build-and-train.md",
         "lightning.md",
         "ready-schedules.md",

@@ -200,7 +200,7 @@ def estimate(
     options: dict[str, Any] = {} if microbatches is None else {"microbatches": microbatches}
     options |= {} if config is None else {"config": str(config)}
     with progress(None, "estimating") as tell:
-        tell(f"a training step on {named.mesh or 'one rank'}")
+        tell(f"a training step of {named.name}")
         found = estimate_named(
             named,
             inputs,
@@ -233,10 +233,13 @@ def estimate_named(named: NamedSchedule, batch: Any, **options: Any) -> Estimate
         options: see :func:`slapo_core.estimate`.
     """
     from slapo_estimate.estimates import estimate, estimate_functions
+    from slapo_estimate.values import IntegerTracking
 
     if named.make_model is not None:
         return estimate_functions(named.make_model, named.apply, batch, mesh=named.mesh, **options)
-    return estimate(named.make(on_meta=True), batch, **options)
+    with IntegerTracking():  # models read masks
+        schedule = named.make(on_meta=True)
+    return estimate(schedule, batch, **options)
 
 
 def optimizer_of(name: str) -> Callable[..., Any] | None:

@@ -93,7 +93,7 @@ def observe(
     options |= {} if config is None else {"config": str(config)}
     arguments = {"optimizer": factory, "loss": compute_loss, "accumulate": accumulate, **options}
     with progress(None, "observing") as tell:
-        tell(f"training steps on {named.mesh or 'one rank'}")
+        tell(f"training steps of {named.name}")
         build = None if target is None else {"target": target, **arguments}
         found = call_function(
             _observed, "the training step", named, inputs, steps=steps, loss=compute_loss, build=build, timeout=timeout
@@ -101,7 +101,7 @@ def observe(
     comparison = None
     if with_estimate:
         with progress(None, "estimating") as tell:
-            tell(f"a training step on {named.mesh or 'one rank'}")
+            tell(f"a training step of {named.name}")
             predicted = estimate_named(
                 named, inputs, device=spec, target=target or "torch", timeout=timeout, **arguments
             )

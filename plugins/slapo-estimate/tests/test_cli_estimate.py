@@ -22,6 +22,7 @@ from tests.messages import Messages
 MODULE = """
 import torch
 from torch import nn
+import slapo_core as slapo
 
 class Model(nn.Module):
     def __init__(self):
@@ -51,6 +52,17 @@ def mean(output, batch):
 
 def loss(output, batch):
     return output
+
+class Limited(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 16)
+        self.register_buffer("limit", torch.arange(4))
+
+    def forward(self, x):
+        return super().forward(x if self.limit[1] == 1 else x[:1])
+
+def limited():
+    return slapo.create_schedule(Limited(), mesh={"dp": 2})
 
 def batch():
     return {"x": torch.ones(4, 16), "mask": torch.ones(4, dtype=torch.long)}
@@ -96,8 +108,18 @@ def test_estimate_prints_tables_and_json(here: Path) -> None:
     shown = run(*words)
     assert "total" in shown.stdout
     assert "all_reduce  tp        2      forward   1      256B     layers.*  sync('forward')" in shown.stdout
-    assert "estimating: a training step on {'dp': 2, 'tp': 2}" in shown.stderr
+    assert "estimating: a training step of tiny_estimated:schedule" in shown.stderr
     assert run(*words, "--each").stdout.count("#4 sync('forward') at 'layers.1'") == 1
+
+
+@pytest.mark.slow
+def test_a_function_that_returns_the_schedule_keeps_its_mesh_and_integer_buffers(here: Path) -> None:
+    words = ("estimate", "tiny_estimated:limited", "--loss", "tiny_estimated:mean", "--batch", "4x16:float32")
+    done = run(*words, "--optimizer", "none", "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    found = json.loads(done.stdout)
+    assert found["mesh"] == {"dp": 2}
+    assert found["kinds"][0]["flops"] == 2 * (4 * 16 * 16) * 2
 
 
 @pytest.mark.slow

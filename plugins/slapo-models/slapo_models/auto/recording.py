@@ -356,7 +356,7 @@ class _Recorder(TorchDispatchMode):
         found = self._values.get(id(tensor))
         if found is None:
             found = self._add(tensor, CONSTANT)
-            found.needs_gradient = tensor.requires_grad  # a tensor of the model's that is no parameter
+            found.needs_gradient = tensor.requires_grad  # of a tensor that is not a parameter
         return found
 
     def assumed_number(self) -> int:

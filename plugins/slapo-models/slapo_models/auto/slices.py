@@ -115,7 +115,7 @@ class SequencePlan:
         return bool(found)
 
     def keep(self, path: str, reason: str) -> None:
-        """Leave the sums of a module, and of those of repeated blocks like it, all-reduced; begin again."""
+        """Leave a module's sums, and its likes' in repeated blocks, all-reduced; begin again."""
         for other in [each for each in self.scattered if kind_of(each) == kind_of(path)]:
             del self.scattered[other]
             self.kept[other] = reason

@@ -26,11 +26,11 @@ def vocabularies(graph: Graph) -> Iterator[tuple[Value, list[Step] | LeftWhole]]
         own = embeddings.get(value, [])
         if value not in heads and (value.shape[0] not in rows if rows else value.shape[0] != largest):
             continue
-        is_large = _LEAST_ROWS * value.shape[0] >= value.shape[1] and _losses(graph, value)
-        if value not in embeddings and not is_large and value.shape[0] not in {each.shape[0] for each in embeddings}:
+        is_classifier = value.shape[0] not in {each.shape[0] for each in embeddings}
+        if is_classifier and not (_LEAST_ROWS * value.shape[0] >= value.shape[1] and _losses(graph, value)):
             continue
         try:
-            yield value, _steps(graph, value, own, heads.get(value))
+            yield value, _steps(graph, value, own, heads.get(value), is_classifier=is_classifier)
         except LeftWhole as reason:
             yield value, reason
 
@@ -82,7 +82,7 @@ def _require_linear(lookup: Operator) -> None:
         raise LeftWhole(text)
 
 
-def _steps(graph: Graph, value: Value, lookups: list[Operator], head: str | None) -> list[Step]:
+def _steps(graph: Graph, value: Value, lookups: list[Operator], head: str | None, *, is_classifier: bool) -> list[Step]:
     for use in value.uses:
         is_head = head is not None and use.call.path == head
         if use not in lookups and not is_head:
@@ -105,8 +105,8 @@ def _steps(graph: Graph, value: Value, lookups: list[Operator], head: str | None
         else:
             found.append(Step(path, "shard", (name,), (("axis", 0), ("pad", True)), "it goes with the head's classes"))
     found.append(Step(head, "sync", ("bwd_post", "all_reduce"), (), "each rank's classes see a part of the gradient"))
-    if _losses(graph, value):
+    if _losses(graph, value) and not is_classifier:
         found.append(Step(head, "linear_cross_entropy", (), (), "its logits are read by a cross entropy"))
     else:
-        found.append(Step(head, "sync", ("fwd_post", "all_gather"), (), "the model returns its logits"))
+        found.append(Step(head, "sync", ("fwd_post", "all_gather"), (), "its logits are read in full"))
     return found
