@@ -283,7 +283,7 @@ function showTimeline(section, found) {
     add(item, "span", { class: "swatch", own: WORK[kind][1] });
     add(item, "span", {}, WORK[kind][0]);
   }
-  const unit = Math.max(9, Math.min(48, (wide ? 1120 : 520) / found.length)), height = 26, left = 52;
+  const unit = Math.max(9, Math.min(48, (wide ? 1020 : 500) / found.length)), height = 26, left = 52;
   const frame = add(section, "div", { class: "scroll card", tabindex: 0, role: "group", "aria-label": "Timeline" });
   const width = left + found.length * unit + 8;
   const svg = add(frame, "svg", { width, height: found.ranks * height + 8, role: "img", "aria-label": text });
