@@ -67,9 +67,12 @@ def family(name: str) -> tuple[Any, nn.Module, Any]:
         return found, tests.WideResNet(planes=64, classes=1000), (pictures,)
     tiny = found.make()
     known = tiny.config.to_dict()
-    sizes = {key: value for key, value in SIZES.items() if known.get(key) is not None}
+    sizes: dict[str, Any] = {key: value for key, value in SIZES.items() if known.get(key) is not None}
     if "layer_types" in known:
         sizes["layer_types"] = [known["layer_types"][0]] * 3 + ["full_attention"]
+    if name == "vit":
+        sizes["id2label"] = {number: f"class {number}" for number in range(1000)}
+        sizes["label2id"] = {label: number for number, label in sizes["id2label"].items()}
     config = type(tiny.config)(**{**known, **sizes}, attn_implementation="eager")
     model = type(tiny)(config)
     if name == "vit":

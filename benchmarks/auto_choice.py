@@ -2,6 +2,7 @@
 
     python benchmarks/auto_choice.py                 # three models on two and four gloo ranks
     python benchmarks/auto_choice.py --cpu-time      # on a busy machine: see below
+    python benchmarks/auto_choice.py --held-out      # two models of other shapes, on which nothing was set
 
 Every mesh of dp, pp and tp with replicas or shards, and each number of micro-batches of a step of 16 samples, is
 measured: at most a hundred points for a model. Trials go by predicted time, the fastest first; the best of the first
@@ -63,7 +64,25 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**SIZES, **sizes, use_cache=False))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"bert": bert, "gpt": gpt, "llama": llama}
+def mistral() -> nn.Module:
+    """Deep and narrow."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 8, "num_attention_heads": 4}
+    return MistralForCausalLM(MistralConfig(**SIZES, **sizes, num_key_value_heads=4, use_cache=False))
+
+
+def opt() -> nn.Module:
+    """Wide."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"hidden_size": 256, "ffn_dim": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    given = {"word_embed_proj_dim": 256, "max_position_embeddings": LENGTH, "dropout": 0.0, "use_cache": False}
+    return OPTForCausalLM(OPTConfig(**SIZES, **sizes, **given))
+
+
+HELD_OUT: dict[str, Callable[[], nn.Module]] = {"mistral": mistral, "opt": opt}
+MODELS: dict[str, Callable[[], nn.Module]] = {"bert": bert, "gpt": gpt, "llama": llama, **HELD_OUT}
 
 
 def steps(sch: slapo.Schedule, name: str) -> None:
@@ -143,13 +162,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu-time", action="store_true", help="measure processor time: on a machine that is busy")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=[name for name in MODELS if name not in HELD_OUT])
+    parser.add_argument("--held-out", action="store_true", help="results/auto_choice_held_out.json")
     given = parser.parse_args()
     device = measure_device(ranks=2, dtypes=["float32"], tell=print)
     results: list[dict[str, Any]] = []
     known: dict[str, dict[tuple[int, int], StepProfile]] = {name: {} for name in MODELS}
     for ranks in given.ranks:
-        for name in given.models:
+        for name in HELD_OUT if given.held_out else given.models:
             found = {
                 "model": name,
                 "ranks": ranks,
@@ -157,7 +177,12 @@ def main() -> None:
             }
             results.append(found)
             print(name, ranks, {key: value for key, value in found.items() if key != "measured"}, flush=True)
-            save("auto_choice", results, clock=CLOCKS[given.cpu_time], device=device.to_json())
+            save(
+                "auto_choice_held_out" if given.held_out else "auto_choice",
+                results,
+                clock=CLOCKS[given.cpu_time],
+                device=device.to_json(),
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What the choice of a mesh costs for LLaMA of 70 billion parameters on 64 devices: CPU seconds, and memory.
 
-    OMP_NUM_THREADS=1 python benchmarks/auto_cost.py [--layers 80] [--write]
+    for layers in 80 160 320; do
+        OMP_NUM_THREADS=1 python benchmarks/auto_cost.py --layers $layers --write
+    done
 
 The model is on the meta device, a step has 64 sequences of 4096 tokens, and a device 70 GiB. Simulations run in other
 processes, one at a time; their time counts, and the largest process.
@@ -9,13 +11,14 @@ processes, one at a time; their time counts, and the largest process.
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import time
 from multiprocessing import forkserver
 from typing import Any
 
 import torch
-from report import save
+from report import RESULTS, save
 from torch import nn
 
 import slapo_core as slapo
@@ -42,14 +45,16 @@ def model(layers: int) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--write", action="store_true", help="results/auto_cost.json")
+    parser.add_argument(
+        "--write", action="store_true", help="replace the row of these layers in results/auto_cost.json"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     ids = torch.empty(64, 4096, dtype=torch.long, device="meta")
     batch = {"input_ids": ids, "labels": ids}
-    before = time.process_time()
+    start = time.process_time()
     choice = slapo.auto_schedule(model(given.layers), batch, devices=64, memory="70GiB", device="a100", tell=print)
-    own = time.process_time() - before
+    own = time.process_time() - start
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server._stop()  # so that the time of the processes that it started is counted
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -66,7 +71,8 @@ def main() -> None:
     }
     print(choice, row, sep="\n")
     if given.write:
-        save("auto_cost", [row])
+        before = json.loads((RESULTS / "auto_cost.json").read_text())["rows"]
+        save("auto_cost", [*(other for other in before if other["layers"] != given.layers), row])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ python tools/model_zoo.py --all --json z.json --write docs/results/models.md
 
 What z.json holds already is not run again: a run that was stopped goes on. Delete the file to start anew.
 
-python tools/model_zoo.py --write docs/results/models.md    # only the column `automatic`, from docs/results/auto_matrix.md
+python tools/model_zoo.py --write docs/results/models.md    # only its column `automatic`, from auto_matrix.md there
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def main() -> int:
     """Run, print the table, and end with 1 if anything failed."""
     arguments = _arguments()
     if not arguments.all and not arguments.names:
-        page = Path(arguments.write)
-        page.write_text(with_automatic(page.read_text(), _MATRIX.read_text()))
+        written = Path(arguments.write)
+        written.write_text(with_automatic(written.read_text(), _MATRIX.read_text()))
         return 0
     from tests.integration.zoo.subjects import subjects
 
@@ -70,7 +70,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--no-ranks", action="store_true", help="leave tensor parallelism out")
     arguments = parser.parse_args()
-    if arguments.all and arguments.names or not (arguments.all or arguments.names or arguments.write):
+    if (arguments.all and arguments.names) or not (arguments.all or arguments.names or arguments.write):
         parser.error("give names of models, or --all, or only --write for the column of automatic schedules")
     return arguments
 
@@ -213,9 +213,9 @@ def _meaning() -> list[str]:
         "  that this schedule does not know the names of the model's layers, `refused` that it is wrong for the model,",
         "  for instance because a norm inside of the attention gets only a part of its gradient, and that a",
         "  precondition or `verify` said so",
-        "- **automatic**: of the weights in repeated blocks, the elements that `slapo_models.auto` splits over two ranks,",
-        "  where everything is equal, from [the automatic schedule, model by model](auto_matrix.md) by the class; an",
-        "  empty cell was not run there",
+        "- **automatic**: of the weights in repeated blocks, the elements that `slapo_models.auto` splits over two",
+        "  ranks, where everything is equal, from [the automatic schedule, model by model](auto_matrix.md) by the",
+        "  class; an empty cell was not run there",
     ]
 
 

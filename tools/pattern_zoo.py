@@ -2,7 +2,7 @@
 
 python tools/pattern_zoo.py bert gpt2           # these
 python tools/pattern_zoo.py --all               # everything (about 10 minutes on 2 cores)
-python tools/pattern_zoo.py --all --write plugins/slapo-fusion/PATTERNS.md
+python tools/pattern_zoo.py --all --write docs/results/patterns.md
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, Protocol
@@ -120,12 +121,13 @@ def reference_pages(note: str) -> dict[str, str]:
     parts.append(("Imported from the package", list(_of_packages(placed))))
     pages, index = {}, ["# Reference", "", note, _INTRODUCTION]
     for distribution in DISTRIBUTIONS:
-        lines = [f"# {distribution}", "", note]
+        lines, seen = [f"# {distribution}", "", note], Counter[str]()
         index += ["", f"## [{distribution}]({distribution}.md)", ""]
         for title, entries in parts:
             own = [(name, entry) for name, owner, entry in entries if owner == distribution]
             if own:
-                index.append(f"- {title}: " + ", ".join(f"[`{n}`]({distribution}.md#{_anchor(n)})" for n, _ in own))
+                linked = [f"[`{name}`]({distribution}.md#{_anchor(name, seen)})" for name, _ in own]
+                index.append(f"- {title}: {', '.join(linked)}")
                 lines += ["", f"## {title}", *_HOW_IMPORTED.get(title, "").format(_package(distribution)).splitlines()]
                 for _, entry in own:
                     lines += ["", *entry]
@@ -280,5 +282,8 @@ def _text(value: Any) -> list[str]:
     return sections(text) if text else [MISSING]
 
 
-def _anchor(name: str) -> str:
-    return name.lower().replace(".", "")
+def _anchor(name: str, seen: Counter[str]) -> str:
+    """Return the anchor of a heading: headings that differ in case only are numbered."""
+    anchor = name.lower().replace(".", "")
+    seen[anchor] += 1
+    return anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor] - 1}"

@@ -109,7 +109,7 @@ def says(shown: str, got: str) -> bool:
 
 
 def is_checked(block: Block, before: Block | None) -> bool:
-    if block.key in ("file", "append", "without", "refused") or block.language == "console":
+    if block.key in ("file", "without", "refused") or block.language == "console":
         return True
     return block.language == "text" and before is not None and before.key == "refused"
 
@@ -178,14 +178,13 @@ def test_without_a_step_it_is_wrong_as_the_page_says(tmp_path: Path) -> None:
 @pytest.mark.breadth
 @pytest.mark.ranks
 def test_the_whole_program_prints_what_the_page_shows(tmp_path: Path) -> None:
-    (end,) = (block for block in blocks(PAGE) if block.key == "append")
     (console,) = (block for block in blocks(PAGE) if block.language == "console")
     ((command, shown),) = steps(console.text)
-    assert command == f"python {end.value}"
-    (tmp_path / end.value).write_text(f"{FILES[end.value]}\n\n{end.text}", encoding="utf-8")
+    assert command == "python gpt2.py"
+    (tmp_path / "gpt2.py").write_text(FILES["gpt2.py"], encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, end.value], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "gpt2.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert matches(shown, done.stdout), done.stdout + done.stderr
 

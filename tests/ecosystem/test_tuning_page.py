@@ -25,7 +25,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     except SystemExit as error:
         status = error.code
     printed, told = capsys.readouterr()
-    assert (status == 1) == ("error: " in told), told + printed
+    assert (status == 2) == ("error: " in told), told + printed
     return "".join(line for line in told.splitlines(keepends=True) if not line.startswith("wrote ")) + printed
 
 

@@ -1,6 +1,6 @@
 """The ready patterns in real models: every operation that is there is found, and what replaces it is right.
 
-A sample of what ``tools/pattern_zoo.py --all`` looks at; plugins/slapo-fusion/PATTERNS.md has the whole table.
+A sample of what ``tools/pattern_zoo.py --all`` looks at; docs/results/patterns.md has all.
 """
 
 from __future__ import annotations

@@ -201,6 +201,28 @@ class Clipped(torch.autograd.Function):
         return gradient.clamp(-0.01, 0.01)
 
 
+class Concatenated(nn.Module):
+    """A product of features that are beside each other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, WIDTH) * 0.1)
+
+    def forward(self, *features: Tensor) -> Tensor:
+        return torch.cat(features, -1) @ self.weight
+
+
+class Added(nn.Module):
+    """A block with its input added."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
 class Grouped(nn.Module):
     """Attention with a KV head for two query heads; on four ranks each is on two of them."""
 
@@ -208,17 +230,19 @@ class Grouped(nn.Module):
         super().__init__()
         self.trap, self.heads, self.kv, self.shared = trap, HEADS, HEADS // 2, 2
         self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.k, self.v = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
-        self.more = nn.Parameter(torch.randn(WIDTH // 2, WIDTH) * 0.1)
+        self.k, self.v = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
+        self.more = Concatenated(WIDTH // 2)
         self.scales = nn.Parameter(torch.rand(HEADS // 2, 1, 2, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
         size, trap = WIDTH // HEADS, self.trap
-        k = F.linear(x, self.k.weight) if trap == "keys without their module" else self.k(x)
+        x = Clipped.apply(x) if trap in ("an input clips its gradient", "a clipped input read by a function") else x
+        by_function = trap in ("keys without their module", "a clipped input read by a function")
+        k = F.linear(x, self.k.weight) if by_function else self.k(x)
         v = self.v(x)
         k = Clipped.apply(k) if trap == "keys clip their gradient" else k
-        x = x + v @ self.more if trap == "values are read besides" else x
+        beside = self.more(v) if trap == "values are read besides" else 0.0
         k, v = (each.view(rows, length, self.kv, size).transpose(1, 2) for each in (k, v))
         q = self.q(x).view(rows, length, self.heads, size).transpose(1, 2)
         if trap == "queries of a head beside each other":
@@ -240,7 +264,7 @@ class Grouped(nn.Module):
                     -1, -1, groups, -1, -1
                 ).flatten(1, 2)
             mixed = scores.softmax(-1) @ v
-        return x + self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
+        return self.o(mixed.transpose(1, 2).reshape(rows, length, -1)) + beside
 
 
 class Bare(nn.Module):
@@ -300,7 +324,7 @@ class Pair(nn.Module):
         return F.linear(F.linear(one, self.into).tanh(), self.out), other.sin()
 
 
-BEHIND: dict[str, Callable[..., Any]] = {
+PRODUCTS: dict[str, Callable[..., Any]] = {
     "a product squared": lambda m, h, x: (y := F.linear(h, m.out)) * y,
     "divided by a product": lambda m, h, x: x / F.linear(h, m.out),
     "a number is added to a product": lambda m, h, x: F.linear(h, m.out) + 1.5,
@@ -360,14 +384,14 @@ class Returned(Product):
 
 
 class Beside(nn.Module):
-    """A product of features and the input beside them, of which a split of the features is only a part."""
+    """A product that sums over a split axis and a full one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.out = nn.Linear(WIDTH, INNER), nn.Parameter(torch.randn(INNER + WIDTH, WIDTH) * 0.1)
+        self.up, self.down = nn.Linear(WIDTH, INNER), Concatenated(INNER + WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.cat([self.up(x).tanh(), x.cos()], -1) @ self.out
+        return x + self.down(self.up(x).tanh(), x.cos())
 
 
 class Adapted(nn.Module):
@@ -412,28 +436,49 @@ class Called(nn.Module):
         return x + z + mean[:, None] + self.cross(y)[1]
 
 
-class NormedWords(nn.Embedding):
-    """An embedding that normalizes what it finds: of no row it gives zeros, and so a sum over ranks is right."""
+class OddWords(nn.Embedding):
+    """An embedding that does something to the rows that it finds; of another rank's row it has zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self, behind: Callable[..., Any]) -> None:
         super().__init__(31, WIDTH)
-        self.norm = nn.RMSNorm(WIDTH)
+        self.norm, self.scale, self.behind = nn.RMSNorm(WIDTH), nn.Parameter(torch.ones(WIDTH)), behind
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.norm(super().forward(ids))
+    def forward(self, ids: Tensor) -> Any:
+        return self.behind(self, super().forward(ids))
 
 
 class Words(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, behind: Callable[..., Any]) -> None:
         super().__init__()
-        self.words, self.head = NormedWords(), nn.Linear(WIDTH, 31)
+        self.words, self.head = OddWords(behind), nn.Linear(WIDTH, 31)
         self.layers = nn.ModuleList(Mlp(lambda m, h, x: h) for _ in range(2))
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
+        found = self.words(ids)
+        x = found[0] + found[1] if isinstance(found, tuple) else found
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+WORDS: dict[str, Callable[..., Any]] = {
+    "an embedding with a norm": lambda m, rows: m.norm(rows),
+    "an embedding with a function": lambda m, rows: rows.cos(),
+    "an embedding with a weight": lambda m, rows: rows * m.scale,
+    "an embedding with a second result": lambda m, rows: (rows, torch.ones(WIDTH).to(rows)),
+    "an embedding that reads all rows": lambda m, rows: rows * m.weight.square().mean(),
+}
+
+
+class Convolved(nn.Module):
+    """A convolution of two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(WIDTH, INNER, 1, groups=2), nn.Conv1d(INNER, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x.transpose(1, 2)).tanh()).transpose(1, 2)
 
 
 class Tokens(nn.Module):
@@ -537,8 +582,9 @@ ATTENTIONS = (
 
 GROUPED = (
     "keys and values of two query heads", "keys without their module", "keys clip their gradient",
-    "values are read besides", "queries of a head beside each other", "heads in turn",
-    "scaled by the queries of a head", "scales in another order", "scores averaged over the queries of a head",
+    "an input clips its gradient", "a clipped input read by a function", "values are read besides",
+    "queries of a head beside each other", "heads in turn", "scaled by the queries of a head",
+    "scales in another order", "scores averaged over the queries of a head",
 )  # fmt: skip
 
 
@@ -557,8 +603,12 @@ TRAP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **{name: (lambda between=between: Net(lambda: Mlp(between)), _x) for name, between in BETWEEN.items()},
     "weights without modules": (lambda: Net(Bare), _x),
     "shards beside the input": (lambda: Net(Beside), _x),
-    "an embedding with a norm": (Words, lambda: {"ids": torch.arange(10).view(2, 5)}),
-    **{name: (lambda behind=behind: Net(lambda: Residual(Product(behind))), _x) for name, behind in BEHIND.items()},
+    **{
+        name: (lambda behind=behind: Words(behind), lambda: {"ids": torch.arange(10).view(2, 5)})
+        for name, behind in WORDS.items()
+    },
+    "a convolution of two groups": (lambda: Net(Convolved), _x),
+    **{name: (lambda behind=behind: Net(lambda: Residual(Product(behind))), _x) for name, behind in PRODUCTS.items()},
     "a sum gates its own features": (lambda: Net(Again), _x),
     "each feature times each": (lambda: Net(Outer), _x),
     "a part of a packed matrix is read in full": (lambda: Net(Packed), _x),
@@ -569,7 +619,7 @@ TRAP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "called in three ways": (lambda: Net(Called), _x),
     "an input with a gradient": (lambda: Net(lambda: Mlp(lambda m, h, x: h), enter=False), _x),
     **{name: (lambda name=name: Net(lambda: Attention(name)), _x) for name in ATTENTIONS},
-    **{name: (lambda name=name: Net(lambda: Grouped(name)), _x) for name in GROUPED},
+    **{name: (lambda name=name: Net(lambda: Added(Grouped(name))), _x) for name in GROUPED},
     **SEQUENCE_TRAPS,
 }
 """Name -> (makes the model, makes its batch)."""

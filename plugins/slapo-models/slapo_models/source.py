@@ -90,7 +90,10 @@ def _call(sch: slapo.Schedule, record: Record, imports: set[str]) -> str:
         others = [name for name, text in texts.items() if name != first and text == _quoted(pattern)]
         if others:  # `replace` takes the kernel of the pattern by itself
             del texts[first]
-    parts = [text if name == first else f"{name.removesuffix('_')}={text}" for name, text in texts.items()]
+    parts, public, is_positional = [], list(_public(primitive)), True
+    for position, (name, text) in enumerate(texts.items()):
+        is_positional &= public[position : position + 1] == [name] and (position == 0 or text.startswith('"'))
+        parts.append(text if is_positional else f"{name.removesuffix('_')}={text}")
     return f"{method}({', '.join(parts)})"
 
 

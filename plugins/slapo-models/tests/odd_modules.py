@@ -174,6 +174,18 @@ class Twice(nn.Module):
         return x + self.block(self.norm(x))  # type: ignore[no-any-return]
 
 
+class Dropping(nn.Module):
+    """Layers that drop split features, and features of the input too."""
+
+    def __init__(self, *, inputs: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.inputs = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.5, self.training) if self.inputs else x
+        return self.down(F.dropout(self.up(x).relu(), 0.5, self.training))  # type: ignore[no-any-return]
+
+
 class ReadsRows(nn.Module):
     """Rows of an embedding that split features read with no module between them."""
 
@@ -209,6 +221,17 @@ class Words(nn.Module):
         return F.cross_entropy(self.head(self.words(ids)).flatten(0, 1), ids.flatten())
 
 
+class Classes(nn.Module):
+    """A classifier with its loss."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, count)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(x).mean(1)), labels)
+
+
 @dataclass(frozen=True)
 class Odd:
     """A model, and what is split in it.
@@ -239,6 +262,10 @@ ODD = {
     ),
     "rows are read": Odd(ReadsRows, ("weight", "back.weight", "head.weight"), lambda: (torch.randint(20, (2, 5)),)),
     "a normalized embedding": Odd(Words, ("head.weight",), lambda: (torch.randint(20, (2, 5)),)),
+    "many classes": Odd(
+        lambda: Classes(13), ("head.weight",), lambda: (torch.randn(3, 5, WIDTH), torch.tensor([12, 0, 7]))
+    ),
+    "few classes": Odd(lambda: Classes(3), (), lambda: (torch.randn(3, 5, WIDTH), torch.tensor([2, 0, 1]))),
     "twice": Odd(Twice, ("block.0.weight", "block.2.weight")),
 }
 

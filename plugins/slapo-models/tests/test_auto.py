@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import slapo_core as slapo
 import slapo_models
 from slapo_models.auto.axes import Axis, concatenation, divided, product, segment, unify, viewed
 from slapo_testing import preload_modules, run_ranks
+from tests.tiers import sampled
 
 from .families import FAMILIES
-from .odd_modules import ODD, WIDTH, made
+from .odd_modules import ODD, WIDTH, Dropping, made
 
 preload_modules("transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama")
 
@@ -96,14 +98,21 @@ def test_a_cut_within_a_part_is_refused() -> None:
 # -- families ----------------------------------------------------------------------------------------------------
 
 
+SAMPLED = (("bert", 2), ("llama", 2), ("qwen3", 4))
+MORE_RANKS = ("qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe")  # than KV heads
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=() if each in ("bert", "llama") else pytest.mark.breadth) for each in FAMILIES],
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=() if (name, ranks) in SAMPLED else pytest.mark.breadth)
+        for name, ranks in (*((name, 2) for name in FAMILIES), *((name, 4) for name in MORE_RANKS))
+    ],
 )
-def test_a_family_is_split_as_by_hand(name: str) -> None:
+def test_a_family_is_split_as_by_hand(name: str, ranks: int) -> None:
     family = FAMILIES[name]
-    sch, report = scheduled(family.make(), family.batch)
-    by_hand = slapo.create_schedule(family.make(), mesh={"tp": 2})
+    sch, report = scheduled(family.make(), family.batch, ranks)
+    by_hand = slapo.create_schedule(family.make(), mesh={"tp": ranks})
     family.apply(by_hand, kernels=False)
     if name == "wide_resnet":  # whose residual features are split from end to end
         assert len(layouts(sch)) >= len(layouts(by_hand))
@@ -111,7 +120,8 @@ def test_a_family_is_split_as_by_hand(name: str) -> None:
     assert layouts(sch) == layouts(by_hand)
     for layer in by_hand[family.layers]:  # type: ignore[union-attr]
         assert collectives(sch, layer.path) == collectives(by_hand, layer.path)
-    assert not [path for path in report.left_whole if ".layer" in path or ".h." in path or ".block" in path]
+    in_layers = [path for path in report.left_whole if ".layer" in path or ".h." in path or ".block" in path]
+    assert not [path for path in in_layers if not path.endswith("mlp.gate.weight")]  # a router
     assert {record.name for record in sch.records} >= {"tp.shard", "tp.sync", "loss.linear_cross_entropy"}
 
 
@@ -133,8 +143,8 @@ def test_what_is_split_of_an_odd_model(name: str) -> None:
     assert set(report.left_whole) == matrices - set(ODD[name].split)
 
 
-def verify_odd_models() -> None:
-    for name in ODD:
+def verify_odd_models(names: Sequence[str]) -> None:
+    for name in names:
         model, batch = made(name)
         sch, _ = scheduled(model, batch)
         if sch.records:
@@ -143,7 +153,7 @@ def verify_odd_models() -> None:
 
 @pytest.mark.ranks
 def test_odd_models_compute_the_same() -> None:
-    run_ranks(verify_odd_models, world_size=2)
+    run_ranks(verify_odd_models, sampled(ODD, 3), world_size=2)
 
 
 def verify_families() -> None:
@@ -157,6 +167,14 @@ def verify_families() -> None:
 @pytest.mark.breadth
 def test_families_compute_the_same() -> None:
     run_ranks(verify_families, world_size=2, timeout=300)
+
+
+def test_random_numbers_of_shards_are_forked_where_none_are_of_full_tensors() -> None:
+    """Each rank drops its own elements of a shard; all drop the same ones of a full tensor."""
+    model = nn.Sequential(Dropping(), Dropping(inputs=True))
+    sch, report = scheduled(model, (torch.randn(3, 5, WIDTH),))
+    assert not report.left_whole
+    assert [record.path for record in sch.records if record.name == "tp.fork_rng"] == ["0"]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +94,26 @@ def test_auto_cuts_stages_of_equal_predicted_time() -> None:
     slapo_models.auto(sch, kernels=False)
     assert [(record.primitive.name, record.path) for record in sch.records] == [("pipeline.pipeline_split", "blocks.1")]
     assert "equal predicted time" in sch.explain()
+
+
+UNGUARDED = """
+import torch, slapo_core as slapo, slapo_models
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))
+sch = slapo.create_schedule(model, mesh={"tp": 1}, example_inputs=(torch.randn(2, 8),))
+slapo_models.auto(sch)
+print("went on")
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.breadth
+def test_a_script_without_its_guard_is_refused_and_does_not_run_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNGUARDED)
+    done = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "went on" not in done.stdout
+    assert "LaunchError" in done.stderr
+    assert "__main__" in done.stderr
 
 
 def test_an_unknown_pattern_is_refused() -> None:

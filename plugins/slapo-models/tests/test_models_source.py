@@ -139,7 +139,7 @@ def test_layer_by_layer_becomes_one_loop_and_a_range_a_slice() -> None:
         "def split(sch: slapo.Schedule) -> None:\n"
         '    blocks = sch["h.*"]\n'
         "    for block in blocks[2:9]:\n"
-        '        block["q_proj"].shard("weight", axis=0).sync("bwd_post", op="all_reduce")\n'
+        '        block["q_proj"].shard("weight", axis=0).sync("bwd_post", "all_reduce")\n'
         '        block["out"].shard("weight", axis=1)\n'
         "    blocks[:5].checkpoint()\n"
     )

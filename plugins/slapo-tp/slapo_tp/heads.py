@@ -42,13 +42,14 @@ def _heads_around(node: Node) -> tuple[list[tuple[str, int]], list[int]]:
     return counts, widths
 
 
-def head_groups(node: Node) -> dict[str, int]:
-    """Return the attention's attributes that count query heads for each KV head.
+def head_groups(node: Node) -> tuple[Node, dict[str, int]]:
+    """Return the attention around, and its attributes that count query heads for each KV head.
 
-    Attributes changed by a step are left out.
+    A module between (Moshi has its layers in modules of their own) has no such attributes. Those changed by a step are
+    left out.
     """
-    attention = node.parent
-    if attention is None:
-        return {}
-    own = {name: vars(attention.module).get(name) for name in HEAD_GROUPS if name not in attention.changed_attributes}
-    return {name: value for name, value in own.items() if type(value) is int}
+    around = node.parent if node.parent is not None else node
+    if around.parent is not None and vars(around.module).keys().isdisjoint(HEAD_GROUPS):
+        around = around.parent
+    own = {name: vars(around.module).get(name) for name in HEAD_GROUPS if name not in around.changed_attributes}
+    return around, {name: value for name, value in own.items() if type(value) is int}

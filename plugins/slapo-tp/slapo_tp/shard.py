@@ -117,7 +117,7 @@ class Shard(Primitive):
             else:
                 yield from split_violations(node, split)
         holders = ranks_per_shard(mesh_size(node, self.mesh_dim), self.shards)
-        for attribute, groups in head_groups(node).items():
+        for attribute, groups in head_groups(node)[1].items():
             if groups % holders:
                 yield Violation(
                     f"'{attribute}' of the attention around it, its query heads for each KV head, is {groups}, not "
@@ -143,9 +143,9 @@ class Shard(Primitive):
         holders = ranks_per_shard(mesh_size(node, self.mesh_dim), self.shards)
         for place, names in parameters.values():
             self._sum_among_holders(place, edit, names, holders)
-        for attribute, groups in head_groups(node).items():
-            assert node.parent is not None
-            edit.set_attribute(node.parent, attribute, groups // holders)
+        attention, counts = head_groups(node)
+        for attribute, groups in counts.items():
+            edit.set_attribute(attention, attribute, groups // holders)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         for name in as_tuple(self.names):

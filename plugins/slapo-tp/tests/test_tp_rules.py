@@ -121,6 +121,7 @@ SYNC = [
     (lambda s: s["norm"].shard(STATISTICS, axis=0).sync("fwd_post", "all_reduce"), "'norm'", "all_gather"),
     (lambda s: split_pair(s).sync("forward"), "the root", "output of this Model"),
     (lambda s: split_pair(s)["fc"].sync("fwd_pre"), "'fc'", "needs an op"),
+    (lambda s: split_pair(s)["fc"].sync("fwd_post", "split", axis=1), "'fc'", 'sync("fwd_pre", "split", axis=1)'),
     (
         lambda s: split_pair(s)["fc"].sync("bwd_post", "reduce_scatter", axis=1),
         "'fc'",

@@ -177,6 +177,16 @@ def check_training(kv_heads: int) -> str:
     return sch.to_json()
 
 
+def test_the_attention_may_be_around_a_module_of_the_layer() -> None:
+    nested = model()
+    nested.layers[0].k_proj = nn.Sequential(nested.layers[0].k_proj)  # type: ignore[union-attr, index]
+    sch = slapo.create_schedule(nested, mesh={"tp": 4})
+    sch["layers.0.k_proj.0"].shard(["weight", "bias"], axis=0, shards=2)
+    assert (nested.layers[0].n_rep, nested.layers[1].n_rep) == (1, 2)  # type: ignore[union-attr, index]
+    sch.undo()
+    assert nested.layers[0].n_rep == 2  # type: ignore[union-attr, index]
+
+
 def check_controls() -> None:
     reference = model()
     sch = split(slapo.create_schedule(copy.deepcopy(reference), mesh={"tp": dist.get_world_size()}))

@@ -52,9 +52,22 @@ def sequence_parallel(axis: int) -> Any:
     return apply
 
 
+def entered_and_left(axis: int) -> Any:
+    def apply(sch: Any) -> None:
+        sequence_parallel(axis)(sch)
+        sch.root.sync("fwd_pre", "split", axis=axis).sync("fwd_post", "all_gather", axis=axis)
+
+    return apply
+
+
 def check_sequence_parallelism() -> str:
     for axis in (0, 1, -2):
         same_as_untouched(mlp, sequence_parallel(axis), (rand(4, 6, 6),), piece_axis=axis)
+        same_as_untouched(mlp, entered_and_left(axis), (rand(4, 6, 6),))
+    sch = slapo.create_schedule(mlp(), mesh={"tp": 2})
+    entered_and_left(1)(sch)
+    with pytest.raises(ArgumentError, match=r"split along axis 1 of a tensor .*5 elements are not divisible"):
+        sch.model(torch.randn(4, 5, 6))
     for steps in (split_mlp, gathered_output):  # no input is gathered
         with pytest.raises(slapo.RankMismatchError, match="disagree about the batch"):
             same_as_untouched(mlp, steps, (rand(4, 6, 6),), piece_axis=1)

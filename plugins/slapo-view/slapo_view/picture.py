@@ -77,7 +77,8 @@ def picture(
         )
     batch = schedule.example_inputs if example_inputs is None else example_inputs
     seen = None if receipt is None else Receipt(receipt, schedule)
-    notes: list[str] = []
+    left = sorted({record.name for record in schedule.records if record.primitive.targets is not None})
+    notes = [f"shapes and bytes of parameters are before {name}, which the target carries out" for name in left]
     tell("the module tree")
     row, signatures = outline(schedule)
     cut = _stages(schedule, batch, notes, tell)

@@ -147,6 +147,15 @@ def test_what_needs_a_batch_says_so() -> None:
     assert found["timeline"]["microbatches"] == 2
 
 
+def test_sizes_before_a_step_of_the_target_say_so() -> None:
+    schedule = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)), mesh={"dp": 2})
+    schedule["0"].fully_shard()
+    found = data_of(picture(schedule))
+    (note,) = found["notes"]
+    assert note == "shapes and bytes of parameters are before torch.fully_shard, which the target carries out"
+    assert found["bytes"] == 4 * 20
+
+
 def test_modules_that_differ_between_two_schedules_are_marked(message: Messages) -> None:
     one, two = picture(scheduled({"tp": 2})), picture(scheduled({"tp": 2}, checkpoints=2))
     left, right = (rows(each["tree"]) for each in one.beside(two).to_json()["schedules"])

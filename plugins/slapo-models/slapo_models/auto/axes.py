@@ -235,7 +235,7 @@ def coverage(axes: Iterable[Axis], leaves: frozenset[Axis]) -> frozenset[frozens
         leaves: to look for.
 
     Returns:
-        one set for each kind of element: of queries beside keys, those of the queries and those of the keys.
+        one set for each kind of element, e.g. two for queries beside keys.
     """
     found = {frozenset[Axis]()}
     for axis in axes:

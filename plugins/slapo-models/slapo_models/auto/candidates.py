@@ -210,7 +210,7 @@ def _covered(axis: Axis, leaves: Sequence[Axis]) -> int:
 def matrices(axis: Axis, leaves: Sequence[Axis]) -> list[tuple[int, frozenset[Axis]]]:
     """Return the matrices one after the other on an axis: their sizes, and the leaves that split each.
 
-    Of groups that have more than one matrix each (a KV head behind its queries), those of one group.
+    Of groups with more than one matrix each (a KV head behind its queries) only the first is listed.
 
     Raises:
         LeftWhole: a rank would have more than one shard of a matrix.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slapo_models.auto.report import AutoReport, by_reason
@@ -61,10 +60,6 @@ def compared(report: AutoReport, sch: slapo.Schedule) -> AutoReport:
     plan = tp_plan(sch.model)
     if not plan:
         return report
-    left = {
-        path: f"{reason}; transformers' plan has {plan[path]} there" if path in plan else reason
-        for path, reason in report.left_whole.items()
-    }
     differs: dict[str, str] = {}
     for path in report.split:
         owner, _, name = path.rpartition(".")
@@ -76,4 +71,5 @@ def compared(report: AutoReport, sch: slapo.Schedule) -> AutoReport:
             differs[path] = f"axis {axes[0]} is split, transformers' plan has nothing there"
         elif len(layout.shape) == 2 and _AXES[plan[path]] % 2 != axes[0]:
             differs[path] = f"axis {axes[0]} is split, transformers' plan has {plan[path]} there"
-    return replace(report, left_whole=left, notes=(*report.notes, *by_reason("transformers' plan differs", differs)))
+    said = {path: f"transformers' plan has {word} there" for path, word in plan.items()}
+    return report.completed(said, by_reason("transformers' plan differs", differs))

@@ -188,9 +188,9 @@ class Follow:
         return self._coverage[value]
 
     def _check_shared(self, operator: Operator, split: list[Value]) -> None:
-        """Refuse what is not right for shards that several ranks have, whose gradients are partial on each of them.
+        """Refuse operators that are wrong for shards on several ranks, each of which has a partial gradient.
 
-        Where all that is made of them is split further, a sum over all ranks is right; what is not must not exist.
+        All results of such shards must be split further before an operator sums over them.
         """
         shared = self._split & {self._leaves[0]}
         given = frozenset().union(*map(self._covered, split))
@@ -435,8 +435,8 @@ class Follow:
             raise LeftWhole(f"the gradient of a sum over the ranks is partial in {uses[0].where}")
         if value.made_by is None:
             raise LeftWhole(f"the gradient of a {value.origin} is partial in {uses[0].where}")
-        if value.made_by.name.startswith("collective::"):
-            raise LeftWhole(f"the gradient of an earlier step's result is partial in {uses[0].where}")
+        if value.has_own_backward or value.changed_gradient:
+            raise LeftWhole(f"the gradient that the model changes itself is partial in {uses[0].where}")
         self._passed_on.add(value)
         for each in value.made_by.inputs:
             if each.needs_gradient and not self.is_split(each):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -240,18 +240,18 @@ def record(model: nn.Module, inputs: Any, watch: Watch | None = None, *, trainin
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put the attributes, parameters and buffers of modules back, which a forward may set."""
-    before: list[tuple[nn.Module, dict[str, Any], list[tuple[MutableMapping[str, Any], dict[str, Any]]]]] = [
-        (module, dict(vars(module)), [(own, dict(own)) for own in (parameters_of(module), buffers_of(module))])
+    before = [
+        (module, dict(vars(module)), dict(parameters_of(module)), dict(buffers_of(module)))
         for module in model.modules()
     ]
     try:
         yield
     finally:
-        for module, attributes, tensors in before:
+        for module, attributes, parameters, buffers in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for own, values in tensors:
-                own.update(values)
+            parameters_of(module).update(parameters)
+            buffers_of(module).update(buffers)
 
 
 def first_row(inputs: Any) -> Any | None:
@@ -356,7 +356,7 @@ class _Recorder(TorchDispatchMode):
         found = self._values.get(id(tensor))
         if found is None:
             found = self._add(tensor, CONSTANT)
-            found.needs_gradient = tensor.requires_grad  # a tensor of the model's that is no parameter
+            found.needs_gradient = tensor.requires_grad  # of a tensor that is not a parameter
         return found
 
     def assumed_number(self) -> int:
@@ -413,18 +413,28 @@ class _Recorder(TorchDispatchMode):
         if tensor._backward_hooks:
             self.value(tensor).changed_gradient = "a hook on its gradient"
         backward: Any = tensor.grad_fn
-        if not isinstance(backward, BackwardCFunction) or id(backward) in self._backwards:
+        if not isinstance(backward, BackwardCFunction):
             return
+        self._let_flow(self.value(tensor))
         cls: Any = getattr(backward, "_forward_cls", None)
         if _is_ours(cls.__module__):
             return
-        self._backwards[id(backward)] = backward  # so that no other one gets its id
         self.value(tensor).has_own_backward = True
+        if id(backward) in self._backwards:
+            return
+        self._backwards[id(backward)] = backward  # so that no other one gets its id
         try:
             with self, torch.no_grad():
                 backward.apply(torch.empty_like(tensor))
         except Exception:  # noqa: BLE001 - of several results, or whatever it raises without memory
             self.value(tensor).changed_gradient = f"the backward of {cls.__name__}"
+
+    def _let_flow(self, value: Value) -> bool:
+        """Let a gradient flow through the operators of an ``autograd.Function``, which run without."""
+        if not value.needs_gradient and value.made_by is not None and value.dtype.is_floating_point:
+            flows = [self._let_flow(each) for each in value.made_by.inputs]
+            value.needs_gradient = any(flows)
+        return value.needs_gradient
 
     def add(self, operator: Operator, results: list[Tensor]) -> None:
         """Add an operator with its results."""

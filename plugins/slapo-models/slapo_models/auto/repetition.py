@@ -36,19 +36,16 @@ class Split:
 
     Args:
         parameters: paths of the parameters and buffers that are split, in the model's order.
-        elements: their number of elements.
         steps: the steps.
     """
 
     parameters: tuple[str, ...]
-    elements: float
     steps: tuple[Step, ...]
 
     def renamed(self, rename: Callable[[str], str]) -> Split:
         """Return the same split at other paths."""
         return Split(
             tuple(map(rename, self.parameters)),
-            self.elements,
             tuple(replace(step, path=rename(step.path)) for step in self.steps),
         )
 
@@ -58,7 +55,7 @@ class Plan:
     """The steps of tensor parallelism.
 
     Args:
-        splits: the splits, the largest first.
+        splits: the splits, in the order of the model's parameters.
         vocabulary: the steps of embeddings and heads.
         report: the split parameters, and the full matrices with the reasons.
     """
@@ -159,7 +156,7 @@ class Repetition:
         for start, kind in zip(paths, kinds, strict=True):
             splits += [split.renamed(lambda path, start=start: start + path) for split in inside[first[kind]]]  # type: ignore[misc]
         order = {name: position for position, name in enumerate(self.names)}
-        splits.sort(key=lambda split: (-split.elements, order[split.parameters[0]]))
+        splits.sort(key=lambda split: order[split.parameters[0]])
         return Plan(tuple(splits), plan.vocabulary, self._report(plan.report))
 
     def _report(self, report: AutoReport) -> AutoReport:
@@ -169,11 +166,7 @@ class Repetition:
             number = block_of(name, places)
             start = "" if number == _OUTSIDE else paths[number]
             stands[name] = (paths[self._kept(number)] if start else "") + name.removeprefix(start)
-        return AutoReport(
-            tuple(name for name, kept in stands.items() if kept in report.split),
-            {name: report.left_whole[kept] for name, kept in stands.items() if kept in report.left_whole},
-            report.assumptions,
-        )
+        return report.repeated(stands)
 
 
 def _skipped(block: nn.Module, *, is_tuple: bool) -> nn.Module:

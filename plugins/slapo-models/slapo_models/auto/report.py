@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from slapo_core.internals import fold_paths
 
@@ -27,6 +27,28 @@ class AutoReport:
     notes: tuple[str, ...] = ()
     scattered: tuple[str, ...] = ()
     all_reduced: Mapping[str, str] = field(default_factory=dict)
+
+    def repeated(self, stands: Mapping[str, str]) -> AutoReport:
+        """Return the report of a model of more blocks, without notes.
+
+        Args:
+            stands: path of a parameter or buffer -> path in this report.
+        """
+        return AutoReport(
+            tuple(path for path, own in stands.items() if own in self.split),
+            {path: self.left_whole[own] for path, own in stands.items() if own in self.left_whole},
+            self.assumptions,
+        )
+
+    def completed(self, reasons: Mapping[str, str], notes: Sequence[str]) -> AutoReport:
+        """Return the report with more to say.
+
+        Args:
+            reasons: path of a matrix -> a text behind its reason, if it is full on every rank.
+            notes: further ones.
+        """
+        left = {path: "; ".join(filter(None, (why, reasons.get(path)))) for path, why in self.left_whole.items()}
+        return replace(self, left_whole=left, notes=(*self.notes, *notes))
 
     def __str__(self) -> str:
         lines = [f"split: {len(self.split)} parameters; left whole: {len(self.left_whole)} matrices"]

@@ -19,8 +19,9 @@ from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Recording, Value, record, without_memory
 from slapo_models.auto.repetition import Plan, Repetition, Split
 from slapo_models.auto.report import AutoReport
-from slapo_models.auto.sequence import Plan as SequencePlan, plan_sequence, with_sequence
+from slapo_models.auto.sequence import plan_sequence, with_sequence
 from slapo_models.auto.situations import Situation, further_situations
+from slapo_models.auto.slices import SequencePlan
 from slapo_models.auto.trial import Trial, apply
 from slapo_models.auto.vocabulary import vocabularies
 
@@ -106,10 +107,13 @@ def _plan(
                 other.prove(candidate)
             together.add(candidate)
         except LeftWhole as reason:
-            failures.update(dict.fromkeys(candidate.leaves, str(reason)))
+            for leaf in candidate.leaves:
+                failures.setdefault(leaf, str(reason))
             continue
         taken.update(candidate.members)
         proved.append(candidate)
+    order = {value: number for number, value in enumerate(dict.fromkeys(recording.values.values()))}
+    proved.sort(key=lambda each: order[each.members[0]])
     own = {each: steps(each) for each in proved}
     trial = Trial(sch.model, sch.mesh.sizes, inputs, graph, others)
     attributes, failed = trial.settle(proved, own)
@@ -117,9 +121,7 @@ def _plan(
         taken.difference_update(each.members)
         reasons.update(dict.fromkeys(each.members, text))
     splits = tuple(
-        Split(tuple(map(_path, each.members)), each.elements, (*own[each], *attributes[each]))
-        for each in proved
-        if each not in failed
+        Split(tuple(map(_path, each.members)), (*own[each], *attributes[each])) for each in proved if each not in failed
     )
     for step in (step for split in splits for step in split.steps):
         apply(sch, step, location)

@@ -17,8 +17,8 @@ from slapo_models.auto.axes import PRODUCT, SUM, Axis
 from slapo_models.auto.candidates import Candidate, Step, all_divisors, local_shape, local_size
 from slapo_models.auto.placement import COPIES, Graph, LeftWhole
 from slapo_models.auto.recording import Call, Operator, Value, Watch, record, without_memory
-from slapo_models.auto.sequence import Region
 from slapo_models.auto.situations import Situation
+from slapo_models.auto.slices import Region
 
 NAMES = {
     "shard": "tp.shard",

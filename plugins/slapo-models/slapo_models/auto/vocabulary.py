@@ -1,4 +1,4 @@
-"""Embeddings and heads that are split along the vocabulary, and the loss from the head's shards."""
+"""Embeddings and heads that are split along the vocabulary or the classes, and the loss from the head's shards."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Operator, Value
 
 _LOSSES = ("aten::_log_softmax", "aten::nll_loss_forward", "aten::cross_entropy_loss")
+_LEAST_ROWS = 4  # times the classes of a head without an embedding are its width: fewer do not pay for collectives
 _BEHIND_A_LOOKUP = frozenset(
     f"aten::{name}" for name in ("mul", "mul_", "div", "div_", "_to_copy", "view", "_unsafe_view", "detach", "clone")
 )
@@ -25,10 +26,11 @@ def vocabularies(graph: Graph) -> Iterator[tuple[Value, list[Step] | LeftWhole]]
         own = embeddings.get(value, [])
         if value not in heads and (value.shape[0] not in rows if rows else value.shape[0] != largest):
             continue
-        if value not in embeddings and value.shape[0] not in {each.shape[0] for each in embeddings}:
+        is_classifier = value.shape[0] not in {each.shape[0] for each in embeddings}
+        if is_classifier and not (_LEAST_ROWS * value.shape[0] >= value.shape[1] and _losses(graph, value)):
             continue
         try:
-            yield value, _steps(graph, value, own, heads.get(value))
+            yield value, _steps(graph, value, own, heads.get(value), is_classifier=is_classifier)
         except LeftWhole as reason:
             yield value, reason
 
@@ -54,18 +56,21 @@ def _heads(graph: Graph) -> dict[Value, str]:
         outputs = call.outputs[:1]
         leaves = set(weight.axes[0].leaves())
         is_returned = any(leaves & graph.leaves(value) for value in graph.outputs) and outputs
-        names = {operator.name for leaf in leaves for operator in graph.operators_of.get(leaf, ())}
-        if is_returned or names & set(_LOSSES):
+        if is_returned or _losses(graph, weight):
             found[weight] = call.path
     return found
 
 
-def _require_linear(graph: Graph, lookup: Operator) -> None:
+def _losses(graph: Graph, head: Value) -> set[str]:
+    """Return the operators of a loss that read the rows of a head."""
+    operators = (operator for leaf in head.axes[0].leaves() for operator in graph.operators_of.get(leaf, ()))
+    return {operator.name for operator in operators} & set(_LOSSES)
+
+
+def _require_linear(lookup: Operator) -> None:
     """Require that the module of a lookup returns it, scaled at most: zeros for other ranks' rows must stay zeros."""
     call, derived = lookup.call, set(lookup.results)
     text = f"{type(call.module).__name__} does more than look up rows"
-    if any(other is not call and other.is_within(call) for other in graph.recording.calls):
-        raise LeftWhole(text)
     for operator in call.operators[call.operators.index(lookup) + 1 :]:
         own = [value for value in operator.inputs if value in derived]
         if own and (operator.name not in _BEHIND_A_LOOKUP or len(own) > 1):
@@ -77,13 +82,13 @@ def _require_linear(graph: Graph, lookup: Operator) -> None:
         raise LeftWhole(text)
 
 
-def _steps(graph: Graph, value: Value, lookups: list[Operator], head: str | None) -> list[Step]:
+def _steps(graph: Graph, value: Value, lookups: list[Operator], head: str | None, *, is_classifier: bool) -> list[Step]:
     for use in value.uses:
         is_head = head is not None and use.call.path == head
         if use not in lookups and not is_head:
             raise LeftWhole(f"{use.where} reads it besides")
     for lookup in lookups:
-        _require_linear(graph, lookup)
+        _require_linear(lookup)
     rows = f"its {value.shape[0]} rows"
     paths = list(dict.fromkeys(operator.call.path for operator in lookups))
     first = head if head is not None and not paths else paths[0]
@@ -100,10 +105,8 @@ def _steps(graph: Graph, value: Value, lookups: list[Operator], head: str | None
         else:
             found.append(Step(path, "shard", (name,), (("axis", 0), ("pad", True)), "it goes with the head's classes"))
     found.append(Step(head, "sync", ("bwd_post", "all_reduce"), (), "each rank's classes see a part of the gradient"))
-    leaves = set(value.axes[0].leaves())
-    names = {operator.name for leaf in leaves for operator in graph.operators_of.get(leaf, ())}
-    if names & set(_LOSSES):
+    if _losses(graph, value) and not is_classifier:
         found.append(Step(head, "linear_cross_entropy", (), (), "its logits are read by a cross entropy"))
     else:
-        found.append(Step(head, "sync", ("fwd_post", "all_gather"), (), "the model returns its logits"))
+        found.append(Step(head, "sync", ("fwd_post", "all_gather"), (), "its logits are read in full"))
     return found

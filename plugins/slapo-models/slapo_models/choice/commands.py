@@ -135,11 +135,15 @@ def as_plain(choice: Choice) -> dict[str, Any]:
 
 def python_of(choice: Choice) -> str:
     """Return the chosen schedule as Python, with its mesh and the options of ``build``."""
+    from slapo_estimate.composition import text_of_bytes
     from slapo_models.source import python_source
 
     imports, function = python_source(choice.schedule).split("\n\n\n", 1)
     mesh, options = (_literal(each) for each in (choice.best.mesh, choice.options))
-    return f"{imports}\n\nMESH = {mesh}\nOPTIONS = {options}  # of build\n\n\n{function}"
+    *_, time, memory, _ = choice.best.row()
+    limit = "" if choice.memory is None else f" of {text_of_bytes(choice.memory)}"
+    predicted = f"# Predicted for {choice.device.name}: {time} a step, {memory}{limit}."
+    return f"{imports}\n\n{predicted}\nMESH = {mesh}\nOPTIONS = {options}  # of build\n\n\n{function}"
 
 
 def _literal(value: dict[str, Any]) -> str:
