@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def print_json(value: object) -> None:
-    """Print ``value`` with sorted keys, so that equal installations give equal text."""
-    print(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False))
+    """Print ``value`` with sorted keys, so that equal installations give equal text; infinity and NaN as text."""
+    print(json.dumps(_finite(value), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: object) -> object:
+    """Replace numbers that JSON does not have by their names."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

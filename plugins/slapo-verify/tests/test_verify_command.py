@@ -34,6 +34,15 @@ def wrong(sch):
     sch["fc1"].shard(["weight", "bias"], axis=0).sync("backward")
     sch["fc2"].shard("weight", axis=1)
 
+class Infinite(nn.ReLU):
+    def forward(self, x):
+        return super().forward(x) / 0
+
+def infinite():
+    sch = alone()
+    sch["act"].replace(Infinite())
+    return sch
+
 def other_activation():
     sch = alone()
     sch["act"].replace(nn.GELU())
@@ -94,6 +103,9 @@ def test_exit_status_without_a_mesh(here: Path) -> None:
         assert done.exit_code == 0, (done.output, done.exception)
         assert done.stdout.startswith("verified: Model with 0 steps")
         assert f"  batch: {how}\n" in done.stdout
+    infinite = run("infinite", "--json")
+    assert infinite.exit_code == 1
+    json.loads(infinite.stdout, parse_constant=pytest.fail)  # NaN and Infinity are not JSON
     differs = run("other_activation")
     assert differs.exit_code == 1
     assert differs.stdout == ""
