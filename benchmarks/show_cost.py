@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/show_cost.py [--layers 80] [--memory] [--write]
 
-The model is on the meta device. Making the schedule, cutting it into stages (which the schedule keeps, as for `build`)
-and drawing it are timed in turn, seven times each, on fresh models; the first picture of the process is left out.
+The model is on the meta device. Making the schedule, cutting it into stages, and writing its page, for which it is
+cut again, are timed in turn, seven times each, on fresh models; the first picture of the process is left out.
 ``--memory`` adds a page with the estimate, which simulates one rank of each stage in a process of its own.
 """
 
@@ -71,7 +71,7 @@ def measured(layers: int, kernels: bool) -> dict[str, Any]:
 def with_memory(layers: int) -> dict[str, Any]:
     """Make one page with the estimate of a training step."""
     schedule, start = scheduled(layers, kernels=False), time.process_time()
-    size = page(schedule, memory=True, optimizer=ADAMW, microbatches=8)
+    size = page(schedule, memory=True, optimizer=ADAMW, microbatches=8, title="LLaMA 70B on tp 8 x pp 4")
     own = time.process_time() - start
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server._stop()  # so that the time of the processes that it started is counted

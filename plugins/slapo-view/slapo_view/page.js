@@ -283,7 +283,7 @@ function showTimeline(section, found) {
     add(item, "span", { class: "swatch", own: WORK[kind][1] });
     add(item, "span", {}, WORK[kind][0]);
   }
-  const unit = Math.max(9, Math.min(48, (wide ? 1120 : 520) / found.length)), height = 26, left = 52;
+  const unit = Math.max(9, Math.min(48, (wide ? 1020 : 500) / found.length)), height = 26, left = 52;
   const frame = add(section, "div", { class: "scroll card", tabindex: 0, role: "group", "aria-label": "Timeline" });
   const width = left + found.length * unit + 8;
   const svg = add(frame, "svg", { width, height: found.ranks * height + 8, role: "img", "aria-label": text });
@@ -321,6 +321,8 @@ function showMemory(section, found) {
   for (const text of found.assumptions) add(list, "li", {}, text);
 }
 
+const PHASES = { forward: 7, recomputation: 2, backward: 1, optimizer: 8 };
+
 function drawMemory(parent, kind, names) {
   const peak = kind.peak;
   const where = peak.module && peak.module !== peak.phase ? `in ${peak.module}, ${peak.phase}` : peak.phase;
@@ -349,8 +351,22 @@ function drawMemory(parent, kind, names) {
     add(svg, "polygon", { class: "part", own: part, points: [...upper, ...lower].join(" ") });
     below = above;
   });
+  const phases = [...new Set(kind.places.map((place) => place[0]))];
+  const strip = add(svg.parentElement, "svg", {
+    viewBox: `0 0 ${width} 8`, width: "100%", height: 8, preserveAspectRatio: "none", "aria-hidden": true,
+  });
+  kind.places.forEach(([phase], at) => {
+    const place = { x: (at / count) * width, y: 0, width: width / count + 0.5, height: 8 };
+    add(strip, "rect", { class: "phase", own: PHASES[phase] ?? 9, ...place });
+  });
+  const names_of_phases = add(parent, "div", { class: "legend" });
+  for (const phase of phases) {
+    const item = add(names_of_phases, "span");
+    add(item, "span", { class: "swatch", own: PHASES[phase] ?? 9 });
+    add(item, "span", {}, phase);
+  }
   const mark = add(svg, "line", { class: "mark", y1: 0, y2: height, x1: -9, x2: -9, "vector-effect": "non-scaling-stroke" });
-  const said = add(parent, "p", { class: "faint", role: "status" }, "Time goes to the right, operation by operation.");
+  const said = add(parent, "p", { class: "faint", role: "status" }, "Time goes to the right, operation by operation; the bar below has the phases.");
   function look(at) {
     const place = kind.places[at];
     mark.setAttribute("x1", x(at));

@@ -9,7 +9,7 @@ from torch import nn
 
 import slapo_core as slapo
 
-EVIL = "</script><img src=x onerror=alert(1)>&\u2028'\""
+EVIL = "</script ><img src=x onerror=alert(1)>&\u2028'\""
 
 
 class Feed(nn.Module):
@@ -59,15 +59,17 @@ def split(schedule: slapo.Schedule) -> None:
     feeds["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
 
-def scheduled(mesh: dict[str, int] | None = None, *, checkpoints: int = 0, stages: int = 1) -> slapo.Schedule:
+def scheduled(
+    mesh: dict[str, int] | None = None, *, checkpoints: int = 0, stages: int = 1, blocks: int = 6
+) -> slapo.Schedule:
     """Blocks in shards over tp, the first ones checkpointed, cut into stages of equal numbers of blocks."""
-    schedule = slapo.create_schedule(Blocks(), mesh=mesh, example_inputs=batch())
+    schedule = slapo.create_schedule(Blocks(blocks), mesh=mesh, example_inputs=batch())
     if mesh is not None and "tp" in mesh:
         split(schedule)
     for number in range(checkpoints):
         schedule[f"blocks.{number}"].checkpoint()
     for stage in range(1, stages):
-        schedule[f"blocks.{6 * stage // stages - 1}"].pipeline_split()
+        schedule[f"blocks.{blocks * stage // stages - 1}"].pipeline_split()
     return schedule
 
 

@@ -100,14 +100,8 @@ def test_the_page_has_the_estimate_of_a_model_that_reads_a_mask(here: Path) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "SCHEDULE"),
-        (("tiny_shown:nothing",), "no function 'nothing'"),
-        (("nothing",), "must be MODULE:FUNCTION"),
-        (("tiny_shown:steps",), "--model"),
-        ((*STEPS, "--mesh", "tp=x"), "--mesh"),
         (("tiny_shown:stages", "tiny_shown:stages", "tiny_shown:stages"), "at most two"),
         (("tiny_shown:stages", "tiny_shown:stages", "--receipt", "r.json"), "a receipt is of one schedule"),
-        (("tiny_shown:stages", "--html", "nowhere/out.html"), "is not a directory"),
         (("tiny_shown:stages", "--html", "."), "cannot be written"),
         (("tiny_shown:stages", "--receipt", "r.json"), "cannot be read"),
         (("tiny_shown:stages", "--optimizer", "Adamm"), "no optimizer 'Adamm'"),

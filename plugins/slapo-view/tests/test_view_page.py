@@ -87,6 +87,7 @@ def test_no_name_or_note_leaves_the_data() -> None:
     shown = schedule.picture(title=EVIL).beside(schedule.picture())
     page = Parsed(shown.html())
     assert json.loads(page.texts["script application/json"]) == json.loads(json.dumps(shown.to_json()))
+    assert not re.search("[<>&]", page.texts["script application/json"])  # nothing that a browser may read as an end
     assert [tag for tag, _ in page.tags].count("script") == 2
     assert not any(tag == "img" for tag, _ in page.tags)
     assert page.texts["title"] == f"{EVIL} and Sequential"
