@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")]
 MeshSizes = Annotated[
     str | None, typer.Option("--mesh", metavar="SIZES", help="Declared sizes, outermost first: dp=8,tp=8.")
+]
+StepsBatch = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--batch",
+        metavar="MODULE:FN|NAME=SHAPE:DTYPE",
+        help="Example inputs for steps that run the model: a function that returns them; or tensors, repeated: "
+        "input_ids=4x32:int64. Default: made from the model's configuration or first layer.",
+    ),
 ]
 
 _FUNCTION = re.compile(r"(?P<place>[^:]+\.py|[^\W\d][\w.]*):(?P<name>[^\W\d]\w*)")
@@ -163,6 +173,19 @@ def batch_of(words: Sequence[str], make: Callable[[str, Sequence[int], torch.dty
     if named and positional:
         raise typer.BadParameter("give all tensors a name, or none", param_hint="--batch")
     return named or tuple(positional)
+
+
+@dataclass(frozen=True)
+class ExampleBatch:
+    """A batch on which the reference model runs.
+
+    Args:
+        inputs: as for :func:`slapo_core.verify`.
+        how: in words, of what it was made.
+    """
+
+    inputs: Any
+    how: str
 
 
 _KNOWN = 2**22  # elements of an integer tensor with values

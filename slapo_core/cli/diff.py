@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slapo_core.cli.arguments import AsJson
+from slapo_core.cli.arguments import AsJson, StepsBatch
 from slapo_core.cli.explain import header, record_to_json
 from slapo_core.cli.output import print_json, print_table
-from slapo_core.cli.schedules import SCHEDULE_HELP, find_schedule
+from slapo_core.cli.schedules import SCHEDULE_HELP, batch_for_steps, find_schedule
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Record
@@ -29,6 +30,7 @@ def diff(
     mesh: Annotated[
         list[str] | None, typer.Option("--mesh", metavar="SIZES", help="Sizes, e.g. tp=2; twice: of each schedule.")
     ] = None,
+    batch: StepsBatch = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two schedules, or one at two meshes: steps added, removed, changed; shapes that differ in modules.
@@ -53,7 +55,8 @@ def diff(
     ]
     if model is not None and all(one.make_model is None for one in named):
         raise typer.BadParameter("neither schedule needs it: both make their models", param_hint="--model")
-    first, second = (one.make(on_meta=True) for one in named)
+    example_inputs = functools.partial(batch_for_steps, words=batch)
+    first, second = (one.make(example_inputs, on_meta=True) for one in named)
     found = Difference.between(first, second)
     if as_json:
         sides = {"a": {"name": names[0], **header(first)}, "b": {"name": names[1], **header(second)}}
@@ -181,15 +184,15 @@ def _arguments(record: Record) -> str:
     return describe(record.primitive.arguments())
 
 
-_NAMED = re.compile(r"<(?!class |function (?![^>]*<)).*")  # an object's type, a lambda, an inner function
+_NAMED = re.compile(r"<[\w.]+>")  # an object's type, a lambda, an inner function; patterns have a digest
 
 
 def _by_name(record: Record) -> Iterator[str]:
     from slapo_core.tree.render import describe
 
     for name, value in record.primitive.arguments().items():
-        if _NAMED.search(describe(value)):
-            yield f"'{name}' of {record.name}, {describe(value)}"
+        for kind in _NAMED.findall(describe(value)):
+            yield f"'{name}' of {record.name}, {kind}"
 
 
 def _reordered(equal: Sequence[tuple[Record, Record]]) -> Iterator[str]:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.cli.arguments import AsJson, MeshSizes
+from slapo_core.cli.arguments import AsJson, MeshSizes, StepsBatch
 from slapo_core.cli.output import print_json
-from slapo_core.cli.schedules import ModelName, ScheduleName, find_schedule
+from slapo_core.cli.schedules import ModelName, ScheduleName, batch_for_steps, find_schedule
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Record
     from slapo_core.schedule.schedule import Schedule
 
 
-def explain(schedule: ScheduleName, model: ModelName = None, mesh: MeshSizes = None, as_json: AsJson = False) -> None:
+def explain(
+    schedule: ScheduleName,
+    model: ModelName = None,
+    mesh: MeshSizes = None,
+    batch: StepsBatch = None,
+    as_json: AsJson = False,
+) -> None:
     """Explain a schedule: each step with its source line, and what it changed. Equal steps of layers are folded.
 
     The model is made on the meta device, without memory; nothing runs. Of a mesh, rank 0 is shown. Example:
 
     slapo explain bert:schedule --model bert:make_model --mesh tp=2
     """
-    made = find_schedule(schedule, model=model, mesh=mesh).make(on_meta=True)
+    named = find_schedule(schedule, model=model, mesh=mesh)
+    made = named.make(functools.partial(batch_for_steps, words=batch), on_meta=True)
     if as_json:
         from slapo_core.schedule.mesh_dims import unused_mesh_dims
 

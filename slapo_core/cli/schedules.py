@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slapo_core.cli.arguments import call_function, find_function, is_function_name, mesh_of
-from slapo_core.errors import ReplayError, SlapoError, TraceError
+from slapo_core.cli.arguments import ExampleBatch, call_function, find_function, is_function_name, mesh_of
+from slapo_core.errors import ArgumentError, ReplayError, SlapoError, TraceError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,10 +48,12 @@ class NamedSchedule:
     make_model: Callable[[], nn.Module] | None
     apply: Callable[..., Any]
 
-    def make(self, *, on_meta: bool = False) -> Schedule:
+    def make(self, example_inputs: Callable[[nn.Module], Any] | None = None, *, on_meta: bool = False) -> Schedule:
         """Make the schedule of this process, on an abstract mesh as of rank 0.
 
         Args:
+            example_inputs: returns example inputs of a model, for steps that run it; not called where `apply` makes the
+                schedule.
             on_meta: whether its model is made on the meta device, without memory. One that cannot be is made in
                 memory, which a line on stderr says.
 
@@ -62,17 +64,17 @@ class NamedSchedule:
         import torch
 
         if not on_meta:
-            return self._scheduled()
+            return self._scheduled(example_inputs)
         try:
             with torch.device("meta"):
-                return self._scheduled()
+                return self._scheduled(example_inputs)
         except SlapoError as error:
             if not isinstance(error, TraceError) and not isinstance(error.__cause__, RuntimeError):
                 raise
             print(f"note: the model is made in memory; on the meta device, {error.message}", file=sys.stderr)
-            return self._scheduled()
+            return self._scheduled(example_inputs)
 
-    def _scheduled(self) -> Schedule:
+    def _scheduled(self, example_inputs: Callable[[nn.Module], Any] | None) -> Schedule:
         from torch import nn
 
         from slapo_core.schedule.creation import create_schedule
@@ -83,7 +85,8 @@ class NamedSchedule:
             if not isinstance(model, nn.Module):
                 got = type(model).__name__
                 raise typer.BadParameter(f"{self.model} must return a model (got {got})", param_hint="--model")
-            schedule = create_schedule(model, mesh=self.mesh)
+            inputs = None if example_inputs is None else example_inputs(model)
+            schedule = create_schedule(model, mesh=self.mesh, example_inputs=inputs)
             call_function(self.apply, self.name, schedule)
             return schedule
         parameter = _parameters(self.apply).get("mesh")
@@ -145,6 +148,43 @@ def find_schedule(
             param_hint="SCHEDULE",
         )
     return NamedSchedule(name, sizes, model, make_model, apply)
+
+
+def batch_for(model: nn.Module, words: Sequence[str] | None, seed: int = 0) -> ExampleBatch:
+    """Make the batch of ``--batch``, with values; without one, a batch on which the model runs in evaluation.
+
+    Args:
+        model: the reference model; only read.
+        words: as for :func:`~slapo_core.cli.batch_of`; None or empty: make one for the model.
+        seed: of the values.
+
+    Raises:
+        BadParameter: the words are malformed.
+        ArgumentError: nothing that is known of the model gives one.
+    """
+    from slapo_core.cli.example_batch import make_batch
+
+    return make_batch(model, words, seed)
+
+
+def batch_for_steps(model: nn.Module, words: Sequence[str] | None) -> Any:
+    """Return example inputs for steps that run the model; print on stderr how they were made.
+
+    Args:
+        model: the reference model; only read.
+        words: as for :func:`batch_for`.
+
+    Returns:
+        the inputs; None where none can be made, for schedules without such steps.
+    """
+    try:
+        found = batch_for(model, words)
+    except ArgumentError as error:
+        print(f"note: steps get no example inputs: {error.message}", file=sys.stderr)
+        return None
+    if not words:
+        print(f"note: steps get example inputs {found.how}; --batch gives others", file=sys.stderr)
+    return found.inputs
 
 
 _ORDINARY = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -115,7 +115,7 @@ def fold_numbers(numbers: Sequence[int]) -> str:
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_DOTTED = re.compile(r"(?<![\w.])(?:\w+\.)+[A-Za-z_]\w*")  # a full name, never a float
+_DOTTED = re.compile(r"(?<=')(?:\w+\.)+\d+(?=')|(?<![\w.])(?:\w+\.)+[A-Za-z_]\w*")  # a full name, never a float
 
 
 def explain_records(records: Sequence[Record]) -> str:
@@ -136,6 +136,8 @@ def explain_records(records: Sequence[Record]) -> str:
     for same in groups.values():
         first = same[0]
         numbers = fold_numbers([record.index for record in same])
+        if numbers.count(",") > 7:
+            numbers = f"{numbers.split(',')[0]},...,{numbers.split(',')[-1]}"
         times = f" (x {len(same)})" if len(same) > 1 else ""
         lines.append(
             f"#{numbers} {first.primitive} at {fold_paths([record.path for record in same])}{times}"

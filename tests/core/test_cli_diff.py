@@ -49,6 +49,10 @@ def first_axis(sch):
         layer["output.dense"].shard("weight", axis=0)
 
 
+def traced(sch):
+    sch["bert.encoder.layer.0"].trace()
+
+
 def noted(sch):
     sch["cls.predictions"].annotate("bias", "mark", 1)
     sch["cls.predictions"].annotate("bias", "other", 2)
@@ -102,6 +106,15 @@ def test_explain_shows_each_step_with_its_line(here: Path) -> None:
     assert [step["primitive"] for step in found["steps"][:4]] == ["tp.shard", "tp.sync", "tp.shard", "tp.sync"]
     assert found["steps"][2]["changes"][0] == "weight (16, 32) -> (16, 16), tp: S(1)"
     assert json.loads(run("explain", "noted", "--mesh", "tp=2", "--json").stdout)["unused_mesh_dims"] == ["tp"]
+
+
+def test_steps_that_run_the_model_get_example_inputs(here: Path) -> None:
+    done = run("explain", "traced")
+    assert done.exit_code == 0, done.exception
+    assert "forward runs <static graph of 'bert.encoder.layer.0'" in done.stdout
+    assert "note: steps get example inputs made from the model's configuration: input_ids (3, 12)" in done.stderr
+    given = run("diff", "traced", "traced", "--batch", "input_ids=2x4:int64")
+    assert (given.exit_code, given.stderr.count("note: ")) == (0, 0)
 
 
 def test_equal_schedules_end_with_0(here: Path) -> None:

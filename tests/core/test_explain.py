@@ -69,6 +69,19 @@ def test_changes_below_the_node_have_paths_and_are_folded() -> None:
     ]
 
 
+def test_many_numbers_and_names_in_quotes_are_folded() -> None:
+    sch = slapo.create_schedule(bert(num_hidden_layers=10))
+    noted = Call(lambda node, edit: edit.note(f"graph of '{node.path}'"))
+    for layer in sch["bert.encoder.layer.*"]:
+        layer.apply(noted)
+        layer.checkpoint()
+    first, effect, second, _ = _plain(sch.explain()).splitlines()
+    assert first.startswith("#1,...,19 ")
+    assert first.count("(x 10)") == 1
+    assert effect.strip() == "graph of 'bert.encoder.layer.0'"
+    assert second.startswith("#2,...,20 checkpoint() at 'bert.encoder.layer.{0-9}' (x 10)")
+
+
 def test_different_effects_are_never_folded() -> None:
     """Numbers inside values are no layer numbers."""
     sch = slapo.create_schedule(MLP())

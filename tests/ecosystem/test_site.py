@@ -71,8 +71,9 @@ def test_an_unreachable_page_is_found(tmp_path: Path) -> None:
     assert {page.stem for page in reachable(tmp_path)} == {"index", "one", "two"}
 
 
-def test_headings_go_down_by_one_level() -> None:
+def test_headings_go_down_by_one_level_and_no_conflict_is_left() -> None:
     for page in DOCS.rglob("*.md"):
+        assert not re.search(r"^(<<<<<<<|>>>>>>>) ", page.read_text("utf-8"), re.MULTILINE), f"{page}: a merge conflict"
         levels = [len(found) for found in re.findall(r"^(#+) ", without_code(page.read_text("utf-8")), re.MULTILINE)]
         assert levels[:1] == [1], page
         assert all(below <= above + 1 for above, below in itertools.pairwise(levels)), page

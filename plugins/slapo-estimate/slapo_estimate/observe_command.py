@@ -140,8 +140,8 @@ def _observed(
         return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
     torch.manual_seed(0)
-    schedule = named.make()
     given = tree_map_only(torch.Tensor, with_values, batch)
+    schedule = named.make(lambda _model: given)
     if build is None:
         return slapo.observe(schedule, given, steps=steps, loss=loss, timeout=timeout)
     if schedule.mesh is None:

@@ -234,3 +234,14 @@ def test_a_model_of_seventy_billion_parameters_is_scheduled_on_meta() -> None:
     assert time.process_time() - before < 60
     assert not report.left_whole
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_cache_of_keys_and_values_that_the_model_returns_splits_nothing_less(name: str) -> None:
+    schedules = []
+    for use_cache in (False, True):
+        model = FAMILIES[name].make()
+        model.config.use_cache = use_cache
+        sch, report = scheduled(model, FAMILIES[name].batch)
+        schedules.append(([(record.name, record.path, str(record.primitive)) for record in sch.records], report))
+    assert schedules[0] == schedules[1]

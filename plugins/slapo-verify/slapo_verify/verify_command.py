@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from slapo_core import Command, RankFailedError, VerifyError
 from slapo_core.cli import (
     AsJson,
+    ExampleBatch,
     MeshSizes,
     ModelName,
     ScheduleName,
-    batch_of,
+    batch_for,
     find_schedule,
     print_json,
     progress,
 )
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
-    from slapo_verify.example_batch import ExampleBatch
 
 
 class VerifyCommands(Command):
@@ -73,8 +69,19 @@ def verify(
 
     named = find_schedule(schedule, model=model, mesh=mesh)
     torch.manual_seed(seed)
-    made = named.make()
-    given = _batch(made, batch, seed)
+    found: list[ExampleBatch] = []
+
+    def example_inputs(reference: torch.nn.Module) -> Any:
+        found.append(batch_for(reference, batch, seed))
+        return found[0].inputs
+
+    made = named.make(example_inputs)
+    if not found and made.example_inputs is not None and not batch:
+        found.append(ExampleBatch(made.example_inputs, "the schedule's example_inputs"))
+    elif not found:
+        with made.reference() as reference:
+            example_inputs(reference)
+    given = found[0]
     ranks = made.mesh.world_size if made.mesh is not None else 1
     with progress(None, "verifying") as tell:
         tell(f"the batch, {given.how}")
@@ -101,24 +108,3 @@ def verify(
 def _error(error: VerifyError | RankFailedError) -> dict[str, Any]:
     fields = ("tensor", "difference", "tolerance", "rank", "steps") if isinstance(error, VerifyError) else ()
     return {"hint": error.hint, "message": error.message, **{name: getattr(error, name) for name in fields}}
-
-
-def _batch(schedule: Schedule, words: Sequence[str] | None, seed: int) -> ExampleBatch:
-    """Return the batch of ``--batch``, of the schedule, or one made for the model."""
-    import torch
-
-    from slapo_verify.example_batch import ExampleBatch, integers, make_batch
-
-    generator = torch.Generator().manual_seed(seed)
-    if words:
-
-        def tensor(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            if dtype.is_floating_point or dtype.is_complex:
-                return torch.randn(tuple(shape), generator=generator).to(dtype)
-            return integers(name, shape, reference, generator).to(dtype)
-
-        with schedule.reference() as reference:  # a shard of an embedding has fewer rows
-            return ExampleBatch(batch_of(words, tensor), f"--batch {' '.join(words)}")
-    if schedule.example_inputs is not None:
-        return ExampleBatch(schedule.example_inputs, "the schedule's example_inputs")
-    return make_batch(schedule, seed)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slapo_core import Command
-from slapo_core.cli import AsJson, batch_of, find_function, find_schedule, print_json, progress
+from slapo_core.cli import AsJson, batch_for_steps, batch_of, find_function, find_schedule, print_json, progress
 from slapo_estimate.commands import Loss, Microbatches, optimizer_of
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def show(
         "receipt": receipt,
     }
     given = batch_of(batch) if batch else None
-    pictures = [_picture(each, given, arguments) for each in named]
+    pictures = [_picture(each, batch, given, arguments) for each in named]
     shown = pictures[0] if count == 1 else pictures[0].beside(pictures[1])
     if html is not None:
         shown.save(html)
@@ -118,12 +119,14 @@ def _of(values: Sequence[str] | None, at: int) -> Any:
     return None if not values else values[min(at, len(values) - 1)]
 
 
-def _picture(named: NamedSchedule, batch: Any, arguments: dict[str, Any]) -> Picture:
+def _picture(named: NamedSchedule, words: Sequence[str] | None, batch: Any, arguments: dict[str, Any]) -> Picture:
     from slapo_estimate.values import IntegerTracking
     from slapo_view.picture import picture
 
     with progress(None, "drawing") as tell:
         tell(f"the schedule {named.name}")
         with IntegerTracking():  # the estimate reads masks
-            schedule = named.make(on_meta=True)
+            schedule = named.make(partial(batch_for_steps, words=words), on_meta=True)
+        if named.make_model is not None and not words:
+            schedule.example_inputs = None  # made for steps, of no training step's size
         return picture(schedule, batch, title=named.name, tell=tell, **arguments)

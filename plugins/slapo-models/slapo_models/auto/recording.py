@@ -270,8 +270,10 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors in containers and objects."""
+    """Yield the tensors in containers and objects, but not in a key-value cache: each rank keeps its own heads there."""
     seen = set() if seen is None else seen
+    if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+        return
     if isinstance(value, Tensor):
         yield value
         return

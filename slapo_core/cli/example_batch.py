@@ -1,20 +1,18 @@
-"""Make a batch for a model from the signature of its forward, its configuration, and its first layer."""
+"""Batches of ``--batch``, and those made from a model's signature, configuration and first layer."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
+from slapo_core.cli.arguments import ExampleBatch, batch_of
 from slapo_core.errors import ArgumentError
-from slapo_runtime.schedule_copies import copy_model
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
+from slapo_core.tree import copies
 
 SAMPLES, LENGTH, SIDES = 3, 12, (32, 64, 224)
 """Samples, tokens of a sequence, and sides of a picture, in the order in which they are tried."""
@@ -23,40 +21,32 @@ _CLASSES = ("ForSequenceClassification", "ForImageClassification")
 _LANGUAGE = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-@dataclass(frozen=True)
-class ExampleBatch:
-    """A batch on which the reference model runs.
-
-    Args:
-        inputs: as for :func:`slapo_core.verify`.
-        how: in words, of what it was made.
-    """
-
-    inputs: Any
-    how: str
+def make_batch(model: nn.Module, words: Sequence[str] | None, seed: int) -> ExampleBatch:
+    """Make the batch of :func:`~slapo_core.cli.batch_for`."""
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(seed)
+        return _made(model, generator) if not words else _given(model, words, generator)
 
 
-def make_batch(schedule: Schedule, seed: int = 0) -> ExampleBatch:
-    """Make a batch on which the reference model runs in evaluation.
+def _given(model: nn.Module, words: Sequence[str], generator: torch.Generator) -> ExampleBatch:
+    def tensor(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(tuple(shape), generator=generator).to(dtype)
+        return integers(name, shape, model, generator).to(dtype)
 
-    Args:
-        schedule: of the model; only read.
-        seed: of the values.
+    return ExampleBatch(batch_of(words, tensor), f"--batch {' '.join(words)}")
 
-    Raises:
-        ArgumentError: nothing that is known of the model gives one.
-    """
-    generator = torch.Generator().manual_seed(seed)
+
+def _made(reference: nn.Module, generator: torch.Generator) -> ExampleBatch:
     tried: list[str] = []
-    with schedule.reference() as reference:
-        model = copy_model(reference).eval()  # a forward may write: buffers, counts, a configuration
-        for candidate in _candidates(model, generator):
-            refused = _refusal(model, candidate.inputs)
-            if refused is None:
-                return candidate
-            tried.append(f"{candidate.how}: {refused}")
-        taken = ", ".join(inspect.signature(model.forward).parameters)
-    why = f"the model refuses {tried[-1]}" if tried else "its shapes are not known"
+    model = copies.deep_copy(reference, {}).eval()  # a forward may write: buffers, counts, a configuration
+    for candidate in _candidates(model, generator):
+        refused = _refusal(model, candidate.inputs)
+        if refused is None:
+            return candidate
+        tried.append(f"{candidate.how}: {refused}")
+    taken = ", ".join(inspect.signature(model.forward).parameters)
+    why = f"the model refuses a batch {tried[-1]}" if tried else "its shapes are not known"
     raise ArgumentError(
         f"no batch can be made for {type(model).__name__}.forward({taken}): {why}",
         hint="--batch input_ids=4x32:int64, --batch 4x16:float32, or --batch MODULE:FUNCTION, which returns it",
@@ -188,8 +178,10 @@ def _refusal(model: nn.Module, inputs: Any) -> str | None:
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     kwargs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(), torch.device("meta") if device.type == "meta" else nullcontext():
             model(*(value.to(device) for value in args), **kwargs)
     except Exception as error:  # noqa: BLE001 - any refusal: the next candidate is tried
+        if device.type == "meta" and "meta" in str(error):
+            return None  # it got as far as to read a value
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return None
