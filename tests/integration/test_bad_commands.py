@@ -115,18 +115,11 @@ WRONG: dict[str, str] = {
     "plugins new acme --directory empty --namespace 1x": "namespace '1x'",
     "plugins show nosuch": "no plugin 'nosuch'",
     "primitives nosuch": "primitive 'nosuch'",
-<<<<<<< HEAD
     "show": "Missing argument",
     "show bad:steps": "--model",
     "show bad:MLP --mesh tp": "must be sizes",
     "show bad:MLP --html none/x.html": "is not a directory",
     "show bad:MLP --receipt broken.json": "broken.json is not JSON",
-=======
-    "show bad:steps": "--model",
-    "show bad:MLP --mesh tp": "must be sizes",
-    "show bad:MLP --html none/x.html": "not a directory",
-    "show bad:MLP --receipt broken.json": "broken.json",
->>>>>>> pictures
     "show bad:failing_steps --model bad:MLP": "ValueError: in two lines",
     "show bad:MLP bad:MLP bad:MLP": "at most two",
     "show bad:MLP --microbatches 4": "on ranks along pp",
