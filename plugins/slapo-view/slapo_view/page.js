@@ -327,7 +327,7 @@ function drawMemory(parent, kind, names) {
   const peak = kind.peak;
   const where = peak.module && peak.module !== peak.phase ? `in ${peak.module}, ${peak.phase}` : peak.phase;
   const text = `${bytes(peak.total)} at the peak, ${where}`;
-  add(parent, "p", {}, `${text}; ${kind.operations.toLocaleString("en")} operations.`);
+  add(parent, "p", {}, `${text}; ${kind.operations.toLocaleString("en")} operations, from left to right.`);
   const legend = add(parent, "div", { class: "legend" });
   names.forEach((name, at) => {
     if (!kind.samples.some((sample) => sample[at])) return;
@@ -366,13 +366,21 @@ function drawMemory(parent, kind, names) {
     add(item, "span", {}, phase);
   }
   const mark = add(svg, "line", { class: "mark", y1: 0, y2: height, x1: -9, x2: -9, "vector-effect": "non-scaling-stroke" });
-  const said = add(parent, "p", { class: "faint", role: "status" }, "Time goes to the right, operation by operation; the bar below has the phases.");
+  const slider = add(parent, "input", {
+    type: "range", min: 0, max: count - 1, value: totals.indexOf(most), "aria-label": "Position in the step",
+  });
+  const said = add(parent, "p", { class: "faint", role: "status" });
   function look(at) {
     const place = kind.places[at];
     mark.setAttribute("x1", x(at));
     mark.setAttribute("x2", x(at));
-    said.textContent = `${bytes(totals[at])} in the ${place[0]}${place[1] && place[1] !== place[0] ? ` of ${place[1]}` : ""}`;
+    const module = place[1] && place[1] !== place[0] ? ` of ${place[1]}` : "";
+    said.textContent = `${bytes(totals[at])} in the ${place[0]}${module}`;
+    slider.value = at;
+    slider.setAttribute("aria-valuetext", said.textContent);
   }
+  look(Math.max(0, totals.indexOf(most)));
+  slider.addEventListener("input", () => look(Number(slider.value)));
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
     look(Math.max(0, Math.min(count - 1, Math.round(((event.clientX - box.left) / box.width) * (count - 1)))));

@@ -16,6 +16,7 @@ from slapo_core.errors import ArgumentError, SlapoError
 from slapo_core.internals import Internals, fold_numbers
 from slapo_graph.graph import graph_of
 from slapo_pipeline import timeline
+from slapo_pipeline.split import cuts_of
 from slapo_pipeline.view import Stages, stages
 from slapo_runtime.receipts.receipt import expectations
 from slapo_runtime.sizes import format_bytes
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from slapo_core import Record
-
-_CUT = "pipeline.pipeline_split"
 
 
 def picture(
@@ -82,7 +81,7 @@ def picture(
     tell("the module tree")
     row, signatures = outline(schedule)
     cut = _stages(schedule, batch, notes, tell)
-    ranks = _timeline(schedule, microbatches, pipeline_schedule)
+    ranks = _timeline(schedule, microbatches, pipeline_schedule, notes)
     predicted: dict[str, Any] | None = None
     if memory and batch is None:
         notes.append("memory: not estimated without a batch")
@@ -320,7 +319,7 @@ def _source_line(location: str) -> str:
 
 
 def _stages(schedule: Schedule, batch: Any, notes: list[str], tell: Callable[[str], None]) -> Stages | None:
-    if not any(record.name == _CUT for record in schedule.records):
+    if not cuts_of(schedule.records):
         return None
     if batch is None:
         notes.append("stages: not shown without a batch, for which the model is cut")
@@ -342,28 +341,32 @@ def _stage_values(schedule: Schedule, cut: Stages) -> dict[str, Any]:
     return found
 
 
-def _timeline(schedule: Schedule, microbatches: int | None, name: str | None) -> dict[str, Any] | None:
-    """Return the work of pipeline ranks over time; None where ranks have no stages."""
-    count = 1 + sum(record.name == _CUT for record in schedule.records)
+def _timeline(
+    schedule: Schedule, microbatches: int | None, name: str | None, notes: list[str]
+) -> dict[str, Any] | None:
+    """Return the work of pipeline ranks over time; None where there are none, or with a note."""
+    count = 1 + len(cuts_of(schedule.records))
     pp = schedule.mesh.size("pp") if schedule.mesh is not None and "pp" in schedule.mesh else 1
-    if pp == 1 or count < pp:
-        if name is not None or microbatches is not None:
+    is_asked = name is not None or microbatches is not None
+    if pp == 1:
+        if is_asked:
             raise ArgumentError(
-                f"microbatches and pipeline_schedule are for stages on ranks along pp (the mesh has pp={pp}, the model "
-                f"{count} stage{'s' if count > 1 else ''})",
-                hint="leave them out, or cut the model by pipeline_split() on a mesh with pp",
+                "microbatches and pipeline_schedule are for stages on ranks along pp (the mesh has pp=1)",
+                hint='leave them out, or mesh={"pp": 2} and a model cut by pipeline_split()',
             )
         return None
-    name = name or ("1f1b" if count == pp else "interleaved_1f1b")
+    name = name or ("1f1b" if count <= pp else "interleaved_1f1b")
     tried = (microbatches,) if microbatches is not None else range(pp, 2 * pp + 1)
     for number in tried:
         try:
             found = timeline.simulate(timeline.orders(name, stages=count, microbatches=number, pp=pp))
-        except ArgumentError:
-            if number == tried[-1]:
-                raise
-        else:
             break
+        except ArgumentError as error:
+            if number == tried[-1]:
+                if is_asked:
+                    raise
+                notes.append(f"pipeline ranks over time: not shown: {error.message}")
+                return None
     return {
         "actions": [[one.rank, *dataclasses.astuple(one.action), one.start, one.end] for one in found.actions],
         "bubble": found.bubble,
@@ -381,7 +384,7 @@ def _lines(data: Mapping[str, Any]) -> Iterator[str]:
     mesh = ", ".join(f"{name}={size}" for name, size in data["mesh"].items())
     title = data["title"] if data["title"] == data["model"] else f"{data['title']}: {data['model']}"
     yield f"{title}{f' on {mesh}' if mesh else ''}: {data['steps']} steps"
-    of = " of all stages" if "pp" in data["mesh"] else ""
+    of = " of all stages" if data["mesh"].get("pp", 1) > 1 else ""
     yield f"{data['parameters']:,} parameters; on a rank {format_bytes(data['bytes'])}{of}"
     yield ""
     yield from table_lines(("MODULE", "PARAMETERS", "ON A RANK", "SHARDS", "STEPS"), list(_rows(data["tree"], "", "")))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from .browser import PROGRAM, Browser
 from .pictured import EVIL, scheduled
@@ -34,7 +35,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("pages") / "page.html"
-    scheduled({"pp": 2, "tp": 2}, stages=2, checkpoints=1).picture(memory=True).save(file)
+    scheduled({"pp": 2, "tp": 2}, stages=2, checkpoints=1).picture(memory=True, optimizer=torch.optim.AdamW).save(file)
     return file
 
 
@@ -155,6 +156,13 @@ def test_stages_memory_and_steps_answer_to_clicks(browser: Browser, page: Path) 
     others = "document.querySelector('[aria-label=\"Kinds of ranks\"] button[aria-pressed=false]')"
     browser.run(f"{others}.click()")
     assert browser.run(points) != before
+    status = "document.querySelector('[role=status]').textContent"
+    assert browser.run("document.querySelector('input[type=range]').ariaValueText") == browser.run(status)
+    at_the_peak = browser.run(status)
+    browser.run("document.querySelector('input[type=range]').focus()")
+    browser.press("End")
+    assert browser.run(status) != at_the_peak
+    assert " in the optimizer" in browser.run(status)
     steps = "[...document.querySelectorAll('[aria-label=Steps] button')]"
     browser.run(f"{steps}.find((one) => one.textContent.startsWith('core.checkpoint')).click()")
     dimmed = browser.run("[...document.querySelectorAll('.row:not(.dim)')].map((row) => row.title)")

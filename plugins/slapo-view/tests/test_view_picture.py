@@ -138,6 +138,24 @@ def test_stages_have_the_parameters_and_values_of_the_partition() -> None:
     assert "1f1b, 4 micro-batches: ranks wait 20.0 % of a step" in str(picture(schedule, microbatches=4))
 
 
+def test_one_step_that_cuts_several_times_gives_all_its_stages() -> None:
+    schedule = scheduled({"pp": 3})
+    schedule["blocks"].pipeline_split(stages=3)
+    assert len(schedule.records) == 1
+    found = data_of(picture(schedule))
+    assert [stage["index"] for stage in found["stages"]["stages"]] == [0, 1, 2]
+    assert found["timeline"]["ranks"] == 3
+
+
+@pytest.mark.parametrize(("pp", "stages"), [(2, 1), (2, 3), (3, 2)])
+def test_stages_that_do_not_fit_the_ranks_are_a_note(pp: int, stages: int) -> None:
+    found = data_of(picture(scheduled({"pp": pp}, stages=stages)))
+    (note,) = found["notes"]
+    assert note.startswith("pipeline ranks over time: not shown: ")
+    assert f"{stages} stages on {pp} ranks" in note
+    assert (found["stages"] is None) is (stages == 1)
+
+
 def test_what_needs_a_batch_says_so() -> None:
     schedule = scheduled({"pp": 2}, stages=2)
     schedule.example_inputs = None
