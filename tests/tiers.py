@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -recorded.get(_file(item.nodeid), 0.0))  # a long file at the end leaves workers idle
     if os.environ.get("SLAPO_TEST_WHOLE"):
         return
-    broad = {item for item in items if item.get_closest_marker("breadth")} | set(_left_out(items))
+    broad = {item for item in items if item.get_closest_marker("breadth")}
+    broad |= set(_left_out([item for item in items if item not in broad]))
     if broad and len(broad) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item in broad])
         items[:] = [item for item in items if item not in broad]
