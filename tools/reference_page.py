@@ -43,7 +43,8 @@ distributions at first use. Names listed as *imported from the package* need an 
 `import slapo_models`. A class that is returned and not made by hand is described beside the function that returns it.
 
 Also generated from the sources: [the command line](cli.md), [errors](errors.md), and [hooks](hooks.md), which a plugin
-may answer."""
+may answer. Written by hand: [extension points](extension-points.md) of a plugin,
+[DeepSpeed's options](deepspeed-options.md) and [Megatron-core's options](megatron-options.md)."""
 
 # Part -> its names, in the order of the page; a name of `slapo_core.__all__` that stands nowhere here goes to the part
 # that its module belongs to.
