@@ -96,6 +96,14 @@ def test_slices_compute_the_same_and_other_lengths_are_refused() -> None:
 # -- the plan of transformers ------------------------------------------------------------------------------------
 
 
+def test_stages_are_refused_before_a_step_is_applied() -> None:
+    model, batch = llama()
+    sch: Any = slapo.create_schedule(model, mesh={"pp": 2, "tp": 2}, example_inputs=batch)
+    with pytest.raises(slapo.ArgumentError, match="stages"):
+        slapo_models.auto(sch, kernels=False, sequence_parallel=True)
+    assert not sch.records
+
+
 def test_a_plan_that_agrees_says_nothing() -> None:
     _, report = scheduled(*llama())
     assert not report.notes

@@ -45,6 +45,11 @@ def schedule_automatically(
         raise ArgumentError("auto needs one batch", hint="auto(sch, batch), or create_schedule(..., example_inputs=)")
     if sch.records:
         raise ArgumentError(f"the schedule has {len(sch.records)} steps", hint="call auto first, then add steps")
+    if sequence_parallel and sch.mesh is not None and "pp" in sch.mesh and sch.mesh.size("pp") > 1:
+        raise ArgumentError(
+            "auto(sequence_parallel=True) makes no stages: it gathers the sequence behind the module that is to be cut",
+            hint="a mesh without 'pp', or auto(sch) without sequence_parallel",
+        )
     split = functools.partial(split_tensors, sequence_parallel=sequence_parallel)
     report = compared(split(sch, inputs), sch)
     return replace(report, notes=(*report.notes, *finish(sch, inputs, split=split, memory=memory, kernels=kernels)))
