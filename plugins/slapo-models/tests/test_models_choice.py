@@ -141,6 +141,20 @@ def test_nothing_fits_is_an_error_with_the_least_memory() -> None:
     assert "one device" in caught.value.message
 
 
+@pytest.mark.ranks
+def test_a_mesh_on_which_the_schedule_does_not_run_is_refused_and_the_others_are_compared() -> None:
+    def wrong(sch: Any) -> None:
+        steps(sch)
+        if sch.mesh.size("tp") > 1:
+            sch["blocks.*.out"].shard("weight", axis=1)  # its input is full
+
+    choice = auto_schedule(on_meta(), ids(2, 16), devices=2, optimizer=ADAMW, schedule=wrong)
+    assert {candidate.layout.tp for candidate in choice.candidates} == {1}
+    (reason,) = (text for name, text in choice.refused if name == "tp=2")
+    assert "the schedule does not run" in reason
+    assert "tp=2: the schedule does not run" in str(choice)
+
+
 def candidate(time: float, steps: int, dp: int = 1) -> Candidate:
     return Candidate(Layout(1, 1, dp, False, 1), 1, Prediction(time, 1, 1, (), ()), steps)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DistributedSampler
 
 from slapo_core import ArgumentError, Schedule
@@ -117,7 +118,8 @@ class ReplicaSampler(DistributedSampler[Any]):
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader over this sampler, and count its position by them.
 
-        Without it the position is that of the samples drawn, which workers of a loader draw ahead of training.
+        Without it the position is that of the samples drawn, which workers of a loader draw ahead of training. In an
+        epoch that is resumed the loader draws no seed from torch's RNG: it did so where the epoch began.
 
         Args:
             loader: torch's DataLoader, or another one with a ``batch_size`` where the sampler has none.
@@ -131,8 +133,12 @@ class ReplicaSampler(DistributedSampler[Any]):
         left = self._count()
         self._is_counted = True
         self._position = self._start
+        is_resumed, before = self._start > 0, torch.get_rng_state()
         try:
-            for batch in loader:
+            drawn = iter(loader)
+            if is_resumed:
+                torch.set_rng_state(before)
+            for batch in drawn:
                 self._advance(min(size, left))
                 left -= min(size, left)
                 yield batch
@@ -189,8 +195,6 @@ class ReplicaSampler(DistributedSampler[Any]):
 
     def _order(self) -> list[int]:
         """Return the order of all samples, torch's for this epoch."""
-        import torch
-
         if not self.shuffle:
             return list(range(self._samples))
         draw = torch.Generator()

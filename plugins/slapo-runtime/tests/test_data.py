@@ -82,6 +82,26 @@ def test_batches_of_an_epoch_resume_under_another_number_of_replicas(
     assert sum(seen.values()) - len(seen) == repeated
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_numbers_go_on_in_a_resumed_epoch(workers: int) -> None:
+    def numbers(data: ReplicaSampler, stop: int) -> list[float]:
+        found: list[float] = []
+        for _ in data.batches(DataLoader(DATA, batch_sampler=data, num_workers=workers)):
+            found.append(torch.rand(()).item())  # dropout
+            if len(found) == stop:
+                break
+        return found
+
+    (data,) = samplers({"dp": 1}, batch_size=8)
+    torch.manual_seed(0)
+    expected = numbers(data, 5)
+    (first,), (second,) = (samplers({"dp": 1}, batch_size=8) for _ in range(2))
+    torch.manual_seed(0)
+    begun = numbers(first, 2)
+    second.load_state_dict(first.state_dict())
+    assert begun + numbers(second, 3) == expected
+
+
 def test_no_sample_is_repeated_where_the_last_round_is_dropped() -> None:
     for one in samplers({"dp": 3}, batch_size=4, drop_last=True):
         found = list(one)

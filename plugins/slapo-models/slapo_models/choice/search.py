@@ -39,6 +39,9 @@ _SETTLED = 0.1
 _TIE = 0.05
 """Relative difference below which predicted times count as equal: about their accuracy."""
 
+_SHOWN = 5
+"""Candidates and reasons in a table."""
+
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Apply = Callable[[slapo.Schedule], Any]
 
@@ -133,12 +136,15 @@ class Choice:
         return self.best.options
 
     def __str__(self) -> str:
-        rows = [HEAD, *(candidate.row() for candidate in self.candidates[:5])]
+        rows = [HEAD, *(candidate.row() for candidate in self.candidates[:_SHOWN])]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        limit = "" if self.memory is None else f" of {text_of_bytes(self.memory)}"
-        more = f"; {len(self.refused)} do not fit or run" if self.refused else ""
-        return "\n".join([*lines, f"{len(self.candidates)} meshes fit{limit}, on {self.device.name}{more}"])
+        limit = "" if self.memory is None else f" in {text_of_bytes(self.memory)}"
+        more = f"; {len(self.refused)} do not fit or run:" if self.refused else ""
+        lines.append(f"{len(self.candidates)} meshes fit{limit}, on {self.device.name}{more}")
+        lines += [f"  {name}: {' '.join(reason.split())}" for name, reason in self.refused[:_SHOWN]]
+        left = len(self.refused) - _SHOWN
+        return "\n".join([*lines, *([f"  and {left} more"] if left > 0 else [])])
 
 
 def auto_schedule(
@@ -353,7 +359,7 @@ class Search:
 
     def _profiles(self, tp: int) -> list[StepProfile] | None:
         """Return profiles of micro-batches, the smallest first; None if the steps are refused."""
-        largest = largest_profiled(self.sizes)
+        largest, kept = largest_profiled(self.sizes), self.kept
         try:
             profiles = [self._profile(tp, size) for size in dict.fromkeys((1, largest))]
             between = [size for size in self.sizes if 1 < size < largest]
@@ -362,6 +368,12 @@ class Search:
                 profiles.insert(1, self._profile(tp, middle))
         except PreconditionError as error:
             self.refused.append((f"tp={tp}", error.message))
+            return None
+        except EstimateError as error:
+            if tp == 1:  # the model itself does not run
+                raise
+            self.refused.append((f"tp={tp}", f"the schedule does not run: {error.message.splitlines()[0]}"))
+            self.kept = kept
             return None
         return profiles
 
