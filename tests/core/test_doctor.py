@@ -182,7 +182,8 @@ def test_an_environment_without_torch_is_reported_and_not_a_crash(tmp_path: Path
 )
 def test_the_shell_completes_commands(fake_distributions: FakeEnvironment, words: str, offered: str) -> None:
     command = str(Path(sys.executable).with_name("slapo"))
-    script = fake_distributions.run(command, "--show-completion", "bash")
+    by_name = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # of the shell, not by the parent process
+    script = fake_distributions.run(command, "--show-completion", "bash", environ=by_name)
     assert script.returncode == 0, script.stderr
     assert "_SLAPO_COMPLETE=complete_bash" in script.stdout
     asked = {"_SLAPO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
