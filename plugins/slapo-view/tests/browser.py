@@ -101,8 +101,8 @@ class Browser:
             self._note(self._receive(deadline))
         self._session = self._frames[-1]
         try:
-            while self.run("document.readyState") != "complete":
-                time.sleep(0.05)
+            loaded = "new Promise(done => addEventListener('load', () => done()))"
+            self.run(f"document.readyState === 'complete' || {loaded}")
             self.send("Log.enable")
             self.send("Runtime.enable")
             yield
