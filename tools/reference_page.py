@@ -24,6 +24,7 @@ from slapo_graph import patterns
 from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
 from slapo_runtime.context import BuildContext
 from slapo_runtime.correspondence.storage import LiveTensor
+from slapo_runtime.data import ReplicaSampler, sampler
 from slapo_runtime.state import ModelState
 from slapo_torch.dialect import TorchDialect
 from slapo_torch.engine import TorchEngine
@@ -51,7 +52,15 @@ may answer. Written by hand: [extension points](extension-points.md) of a plugin
 _PARTS: dict[str, tuple[str, ...]] = {
     "Scheduling": ("create_schedule", "Schedule", "Node", "NodeGroup", "Mesh", "Record", "replay"),
     "Verifying": ("verify", "VerifyReport", "Largest", "observe", "Observation"),
-    "Building and training": ("build", "Engine", "StepResult", "TorchDialect", "TorchEngine"),
+    "Building and training": (
+        "build",
+        "Engine",
+        "StepResult",
+        "TorchDialect",
+        "TorchEngine",
+        "sampler",
+        "ReplicaSampler",
+    ),
     "Writing primitives": (
         "Primitive",
         "Edit",
@@ -91,13 +100,13 @@ _BESIDE = {
     cls.__name__: cls
     for cls in (
         After, BuildContext, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
-        SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
+        ReplicaSampler, SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check, sampler,
     )
 }  # fmt: skip
 """Classes that users or plugin authors meet, and that are no names of ``slapo_core`` itself."""
 _NOT_MADE_BY_HAND = (
     "Schedule", "NodeGroup", "VerifyReport", "Largest", "TorchDialect", "TorchEngine", "Edit", "Mesh", "Node",
-    "Record", "LiveTensor", "SearchSpace",
+    "Record", "LiveTensor", "ReplicaSampler", "SearchSpace",
 )  # fmt: skip
 # class -> another class of which it is the implementation: what that documents is not said again.
 _IMPLEMENTS = {"TorchEngine": "Engine", "TorchDialect": "Dialect"}
@@ -224,10 +233,8 @@ def _entry(name: str, value: Any) -> list[str]:
     if not isinstance(value, type):
         if not isinstance(value, FunctionType):
             return [f"### {name}", "", _VALUES.get(name, MISSING)]
-        return [f"### {name}", "", "```python", signature(name, value), "```", "", *_text(value)]
-    lines = [f"### {name}", ""]
-    if value.__module__.startswith(("slapo_runtime.", "slapo_torch.")) and name in _BESIDE:
-        lines += [f"*In `{value.__module__}`.*", ""]
+        return [f"### {name}", "", *_place(name, value), "```python", signature(name, value), "```", "", *_text(value)]
+    lines = [f"### {name}", "", *_place(name, value)]
     if name not in _NOT_MADE_BY_HAND and Protocol not in value.__bases__ and _is_constructed(value):
         lines += ["```python", signature(name, value, returns=False), "```", ""]
     lines += _text(value)
@@ -239,6 +246,11 @@ def _entry(name: str, value: Any) -> list[str]:
             continue  # said where the protocol says it
         lines += ["", f"#### `{name}.{own}`", "", *_call(own, member), *(sections(text) if text else [MISSING])]
     return lines
+
+
+def _place(name: str, value: Any) -> list[str]:
+    is_inside = name in _BESIDE and value.__module__.startswith(("slapo_runtime.", "slapo_torch."))
+    return [f"*In `{value.__module__}`.*", ""] if is_inside else []
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any]]:

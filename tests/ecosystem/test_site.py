@@ -7,6 +7,7 @@ import itertools
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ MOST_WORDS = 35_000
 """Of all pages outside of reference/ and results/, without code and its output."""
 MOST_LINES = 40
 """Of the first program of a guide."""
+IMPORT = re.compile(r"^\s*(?:from|import) slapo_(\w+)", re.MULTILINE)
 needs_generator = pytest.mark.skipif(importlib.util.find_spec("furo") is None, reason="not installed: make docs")
 
 
@@ -92,6 +94,36 @@ def test_the_reading_path_is_short() -> None:
 def test_each_guide_begins_with_what_you_get_and_a_program() -> None:
     problems = {page.stem: problem(page.read_text("utf-8")) for page in sorted((DOCS / "guides").glob("*.md"))}
     assert {name: text for name, text in problems.items() if text is not None} == {}
+
+
+def requirements() -> dict[str, set[str]]:
+    """Return the distributions of slapo that each of them needs, except for slapo-core, by short names."""
+    direct = {}
+    for file in (DOCS.parent / "plugins").glob("slapo-*/pyproject.toml"):
+        lines = tomllib.loads(file.read_text("utf-8"))["project"]["dependencies"]
+        direct[file.parent.name[6:]] = {name for line in lines for name in re.findall(r"^slapo-(\w+)", line)} - {"core"}
+    for _ in direct:
+        direct = {name: needed.union(*(direct[one] for one in needed)) for name, needed in direct.items()}
+    return direct
+
+
+def test_the_page_of_installing_names_all_that_a_distribution_needs() -> None:
+    text, needed = (DOCS / "install.md").read_text("utf-8"), requirements()
+    rows = {}
+    for named, row in re.findall(r"^\| (`slapo-.*?) \|.*\|(.*)\|$", text, flags=re.MULTILINE):
+        rows |= {name: set(re.findall(r"\w+", row)) for name in re.findall(r"`slapo-(\w+)`", named)}
+    assert rows.pop("core") == set()
+    assert rows == needed
+    commands = re.findall(r"plugins/slapo-{(.*?)}", text)
+    assert len(commands) == 2
+    for command in commands:
+        names = set(command.split(","))
+        assert names.union(*(needed[name] for name in names)) == names
+    for guide in (DOCS / "guides").glob("*.md"):
+        opening = guide.read_text("utf-8").partition("```")[0]
+        imported = {name for block in blocks(guide.read_text("utf-8")) for name in re.findall(IMPORT, block.text)}
+        more = [name for name in imported & {*needed} - names if f"slapo-{name}" not in opening]
+        assert not more, guide.name
 
 
 def missing_numbers(page: Path) -> dict[str, list[str]]:

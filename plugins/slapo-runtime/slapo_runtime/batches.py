@@ -180,7 +180,8 @@ def micro_batches(
         raise BuildError(
             f"the batch has {samples} samples, not divisible by {option}={count}: the losses of unequal micro-batches "
             "would have equal weights",
-            hint=f"DataLoader(..., drop_last=True), with a batch_size that is a multiple of {count}",
+            hint="DataLoader(..., drop_last=True), or slapo_runtime.data.sampler(..., drop_last=True), with a "
+            f"batch_size that is a multiple of {count}",
         )
     size = samples // count
     return [_part(batch, plans, number * size, size) for number in range(count)]

@@ -22,6 +22,7 @@ from slapo_runtime.batches import (
     micro_batches,
     switch_to_training,
 )
+from slapo_runtime.data import ReplicaSampler
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.losses import LossCall, LossWeights, Scales, require_items_read, trained
 from slapo_runtime.private import tree_map_only
@@ -433,12 +434,22 @@ class BuildContext:
         option = option or ("accumulate" if count is None else "microbatches")
         count = self.accumulate if count is None else count
         batches = self._cut(batch, count, option, axes)
-        if len(batches) > 1 and not self._is_cut and not self._weights.applies(batch):
+        if len(batches) > 1 and not self._is_cut:
             self._is_cut = True
-            reason = labels_left_out(batches)
+            self._warn_of_last_batch(count, option)
+            reason = None if self._weights.applies(batch) else labels_left_out(batches)
             if reason is not None:
                 warn_user(reason)
         return batches
+
+    def _warn_of_last_batch(self, count: int, option: str) -> None:
+        """Warn at the first step of a batch at the end of the epoch that cannot be cut."""
+        for one in self.state.saving.attached.values():
+            if isinstance(one, ReplicaSampler) and one.last_batch % count:
+                warn_user(
+                    f"the last batch of an epoch has {one.last_batch} samples, not divisible by {option}={count}: its "
+                    "step will be refused; sampler(..., drop_last=True) leaves it out"
+                )
 
     def _cut(self, batch: Any, count: int, option: str, axes: Mapping[str, int | None] | None) -> list[Any]:
         by_place: dict[Any, int | None] = {**(axes or {})}

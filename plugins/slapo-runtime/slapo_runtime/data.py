@@ -23,30 +23,28 @@ def sampler(
 ) -> ReplicaSampler:
     """Make torch's DistributedSampler over the replicas of a schedule's mesh: ``dp_replicate`` x ``dp``.
 
-    All other ranks of a replica, along ``tp`` and ``pp``, get the same samples.
+    All other ranks of a replica, along ``tp`` and ``pp``, get the same samples::
+
+        data = sampler(sch, dataset, batch_size=8)
+        loader = DataLoader(dataset, batch_sampler=data, num_workers=2)
+        engine.attach("data", data)  # saved and loaded with the engine
+        for epoch in range(data.epoch, epochs):
+            data.set_epoch(epoch)
+            for batch in data.batches(loader):
+                engine.train_step(batch)
 
     Args:
         sch: the schedule; without a mesh there is one replica.
         dataset: with a length.
         shuffle: whether samples are drawn in another order in each epoch, from ``seed`` and the epoch.
         seed: the same on all ranks.
-        drop_last: whether an incomplete last round of all replicas is left out; else its first samples are repeated.
+        drop_last: whether an incomplete last batch of all replicas is left out; else the batch is smaller, and the
+            first samples are repeated until each replica has as many.
         batch_size: the samples of a replica's batch, for ``DataLoader(batch_sampler=...)``; None gives single samples,
             for ``DataLoader(sampler=...)``.
 
     Raises:
         ArgumentError: not a schedule, a dataset without a length, or an invalid batch size.
-
-    Example:
-        ::
-
-            data = sampler(sch, dataset, batch_size=8)
-            loader = DataLoader(dataset, batch_sampler=data, num_workers=2)
-            engine.attach("data", data)  # saved and loaded with the engine
-            for epoch in range(data.epoch, epochs):
-                data.set_epoch(epoch)
-                for batch in data.batches(loader):
-                    engine.train_step(batch)
     """
     if not isinstance(sch, Schedule):
         raise ArgumentError(
@@ -114,6 +112,13 @@ class ReplicaSampler(DistributedSampler[Any]):
 
     def __len__(self) -> int:
         return math.ceil(self._count() / (self.batch_size or 1))
+
+    @property
+    def last_batch(self) -> int:
+        """The number of samples in an incomplete last batch of an epoch; 0 without one, or without ``batch_size``."""
+        if self.drop_last or self.batch_size is None:
+            return 0
+        return math.ceil(self._samples / self.num_replicas) % self.batch_size
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader over this sampler, and count its position by them.

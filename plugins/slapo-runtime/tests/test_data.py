@@ -132,3 +132,26 @@ def test_invalid_arguments_and_foreign_positions_are_refused() -> None:
         with pytest.raises(slapo.ArgumentError) as caught:
             make()
         assert words in str(caught.value)
+
+
+def test_a_last_batch_that_cannot_be_cut_is_warned_of_at_the_first_step(recwarn: pytest.WarningsRecorder) -> None:
+    """Of 37 samples the last batch has one, which two micro-batches cannot share."""
+    for drop_last in (False, True):
+        sch = slapo.create_schedule(nn.Linear(1, 1))
+        engine = slapo.build(
+            sch, optimizer=torch.optim.Adam, accumulate=2, loss=lambda output, batch: output.square().mean()
+        )
+        rows = torch.arange(37.0)[:, None]
+        data = sampler(sch, rows, batch_size=4, drop_last=drop_last)
+        engine.attach("data", data)
+        steps = data.batches(DataLoader(rows, batch_sampler=data))
+        engine.train_step(next(steps))
+        warned = [str(one.message) for one in recwarn if "the last batch of an epoch has 1 samples" in str(one.message)]
+        assert len(warned) == 1  # of the first engine
+        assert "sampler(..., drop_last=True)" in warned[0]
+        if drop_last:
+            assert len([engine.train_step(batch) for batch in steps]) == 8
+        else:
+            with pytest.raises(slapo.BuildError, match="1 samples"):
+                [engine.train_step(batch) for batch in steps]
+    engine.close()

@@ -37,10 +37,13 @@ def new(
     namespace: Annotated[
         str | None, typer.Option("--namespace", help="First part of its primitives' names; default: from NAME.")
     ] = None,
+    primitive: Annotated[
+        str | None, typer.Option("--primitive", help="Name of a primitive to write; default: the example offload.")
+    ] = None,
 ) -> None:
     """Write a new plugin package: one primitive, tests on the kit, README, CI workflow."""
 
-    project = Project.named(name, namespace=namespace)
+    project = Project.named(name, namespace=namespace, primitive=primitive)
     target = directory if directory is not None else Path(project.name)
     for path in render(project, target):
         print(f"wrote {path}")
@@ -50,13 +53,14 @@ def new(
         f"    pip install -e '.[test]'\n"
         f"    pytest\n"
         f"    slapo plugins list\n"
-        f"\nthen write your primitives after the example of {target / 'src' / project.package / 'offload.py'}"
+        f"\nthen write your primitive in {target / 'src' / project.package / project.primitive}.py"
     )
 
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")  # the core metadata specification
 _PLACEHOLDER = re.compile(r"<<(\w+)>>")
 _SUFFIX = ".tmpl"
+_EXAMPLE = "offload"
 
 
 @dataclass(frozen=True)
@@ -67,19 +71,22 @@ class Project:
         name: the distribution, canonical, e.g. ``"acme-slapo"``.
         package: the import package, e.g. ``"acme_slapo"``.
         namespace: the first part of its primitives' names, e.g. ``"acme"``.
+        primitive: the name of its primitive.
     """
 
     name: str
     package: str
     namespace: str
+    primitive: str = _EXAMPLE
 
     @classmethod
-    def named(cls, name: str, *, namespace: str | None = None) -> Project:
+    def named(cls, name: str, *, namespace: str | None = None, primitive: str | None = None) -> Project:
         """Make the project of a distribution name.
 
         Args:
             name: as for ``pip install``.
             namespace: default: the name without ``slapo``, e.g. ``"acme"`` for ``"acme-slapo"``.
+            primitive: e.g. ``"rms_norm"``; default: the example.
 
         Raises:
             ArgumentError: an invalid name; with a valid one.
@@ -102,7 +109,24 @@ class Project:
         parts = [part for part in canonical.split("-") if part != "slapo"]
         chosen = namespace if namespace is not None else "_".join(parts)
         cls._check_namespace(chosen, canonical)
-        return cls(canonical, package, chosen)
+        if primitive is not None and (not is_identifier(primitive) or hides_member(primitive)):
+            raise ArgumentError(
+                f"primitive {primitive!r} must be a lowercase identifier, and not a member of nodes or schedules",
+                hint=f"slapo plugins new {canonical} --primitive rms_norm",
+            )
+        return cls(canonical, package, chosen, primitive or _EXAMPLE)
+
+    def values(self) -> dict[str, str]:
+        """Return the values of the template's placeholders."""
+        is_example = self.primitive == _EXAMPLE
+        return {
+            **asdict(self),
+            "class": "".join(part.capitalize() for part in self.primitive.split("_")),
+            "arguments": "min_bytes=1 << 20" if is_example else "",
+            "summary": "keep activations in host memory" if is_example else self.primitive,
+            "core_requirement": _core_requirement(),
+            "year": str(datetime.datetime.now(tz=datetime.UTC).year),
+        }
 
     @staticmethod
     def _check_namespace(namespace: str, name: str) -> None:
@@ -111,7 +135,7 @@ class Project:
             raise ArgumentError(f"namespace {namespace!r} must be a lowercase identifier", hint=hint)
         if hides_member(namespace):
             raise ArgumentError(f"namespace '{namespace}' is a member of nodes or schedules", hint=hint)
-        entry = Entry("primitives", f"{namespace}.offload", "", name, "0.1.0")
+        entry = Entry("primitives", f"{namespace}.{_EXAMPLE}", "", name, "0.1.0")
         violation = name_violation(entry)
         if violation is not None:
             raise ArgumentError(violation.replace(f" of primitive '{entry.name}'", ""), hint=hint)
@@ -145,11 +169,12 @@ def render(project: Project, target: Path) -> tuple[Path, ...]:
         raise ArgumentError(
             f"{target} already exists; nothing was written", hint=f"slapo plugins new {project.name} --directory OTHER"
         )
-    year = datetime.datetime.now(tz=datetime.UTC).year
-    values = {**asdict(project), "core_requirement": _core_requirement(), "year": str(year)}
+    values = project.values()
+    others = "__primitive__" if project.primitive == _EXAMPLE else _EXAMPLE
     texts = {
         target / _output_path(path, values): _PLACEHOLDER.sub(lambda match: values[match[1]], source.read_text("utf-8"))
         for path, source in _template_files(files("slapo_testing").joinpath("template"), PurePosixPath())
+        if others not in path.name
     }
     for path, text in texts.items():  # all are rendered before the first is written
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +194,11 @@ def _output_path(path: PurePosixPath, values: Mapping[str, str]) -> PurePosixPat
     """Convert ``_github/x.yml.tmpl`` to ``.github/x.yml``, ``src/__package__`` to ``src/acme_slapo``."""
     parts = []
     for part in path.parts:
-        part = part.removesuffix(_SUFFIX).replace("__package__", values["package"])
+        part = (
+            part.removesuffix(_SUFFIX)
+            .replace("__package__", values["package"])
+            .replace("__primitive__", values["primitive"])
+        )
         is_dunder = part.startswith("__")
         parts.append(f".{part[1:]}" if part.startswith("_") and not is_dunder else part)
     return PurePosixPath(*parts)

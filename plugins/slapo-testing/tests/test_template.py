@@ -36,7 +36,7 @@ next:
     pytest
     slapo plugins list
 
-then write your primitives after the example of acme-slapo/src/acme_slapo/offload.py
+then write your primitive in acme-slapo/src/acme_slapo/offload.py
 """
 
 
@@ -65,19 +65,34 @@ def test_new_package_installs_and_passes_its_tests(tmp_path: Path) -> None:
     assert "0 calls of acme.offload" in useless.stdout
 
 
-def test_every_rendered_file_is_complete_and_well_formed(tmp_path: Path) -> None:
-    written = render(Project.named("Acme.Fast_Kernels"), tmp_path / "out")
-    assert len(written) == len([path for path in TEMPLATE.rglob("*") if path.is_file()]) == 9
+@pytest.mark.breadth
+@pytest.mark.slow
+def test_new_package_with_a_primitive_of_its_own_passes_its_tests(tmp_path: Path) -> None:
+    overlay = Overlay(tmp_path / "env")
+    overlay.slapo("plugins", "new", "acme-slapo", "--primitive", "rms_norm", cwd=tmp_path, check=True)
+    package = tmp_path / "acme-slapo"
+    overlay.pip_install("-e", ".", cwd=package)
+    overlay.run("-m", "pytest", "-q", cwd=package, check=True)
+    overlay.slapo("plugins", "check", "acme-slapo", cwd=package, check=True)
+    assert overlay.slapo("primitives", "rms_norm", cwd=package, check=True).stdout.startswith("acme.rms_norm")
+
+
+@pytest.mark.parametrize(("primitive", "kind"), [(None, "Offload"), ("rms_norm", "RmsNorm")])
+def test_every_rendered_file_is_complete_and_well_formed(tmp_path: Path, primitive: str | None, kind: str) -> None:
+    written = render(Project.named("Acme.Fast_Kernels", primitive=primitive), tmp_path / "out")
+    own = primitive or "offload"
+    assert len(written) == len([path for path in TEMPLATE.rglob("*") if path.is_file()]) - 2 == 9
     for path in written:
         text = path.read_text()
-        assert not re.search(r"<<\w+>>|__package__", text), path
+        assert not re.search(r"<<\w+>>|__package__|__primitive__", f"{path.name} {text}"), path
+        assert primitive is None or "offload" not in f"{path.name} {text}".lower(), path
         if path.suffix == ".py":
             ast.parse(text)
             assert max(map(len, text.splitlines())) <= 120
     project = tomllib.loads((tmp_path / "out" / "pyproject.toml").read_text())["project"]
     assert project["name"] == "acme-fast-kernels"
     assert project["entry-points"] == {
-        "slapo.v1.primitives": {"acme_fast_kernels.offload": "acme_fast_kernels.offload:Offload"}
+        "slapo.v1.primitives": {f"acme_fast_kernels.{own}": f"acme_fast_kernels.{own}:{kind}"}
     }
     major, minor = (core_version() or "").split(".")[:2]
     assert f"slapo-core>={major}.{minor},<{major}.{int(minor) + 1}" in project["dependencies"]
@@ -118,6 +133,14 @@ def test_unusable_names_are_refused(name: str, message: Messages) -> None:
         Project.named(name)
     message(caught, word)
     assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("primitive", ["Rms", "rms-norm", "apply", ""])
+def test_unusable_primitives_are_refused(primitive: str, message: Messages) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Project.named("acme-slapo", primitive=primitive)
+    message(caught, repr(primitive))
+    assert caught.value.hint == "slapo plugins new acme-slapo --primitive rms_norm"
 
 
 @pytest.mark.slow

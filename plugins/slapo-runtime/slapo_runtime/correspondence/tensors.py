@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import WeightsError
-from slapo_core.internals import Internals, module_index, parameters_of
+from slapo_core.internals import Internals, journal, module_index, parameters_of
 from slapo_runtime.correspondence.reference import Survey, TensorSpec, Translations, own_tensors, survey
 from slapo_runtime.correspondence.storage import LiveTensor, Placement
 
@@ -49,6 +49,8 @@ class Correspondence:
     tree: Tree
     survey: Survey
     hooks: HookManager
+    other_function: tuple[str, ...] = ()
+    """Steps after which the reference model computes another function with the same values."""
     _translations: Translations | None = field(default=None, repr=False)
 
     @classmethod
@@ -62,7 +64,9 @@ class Correspondence:
         """
         Internals(schedule).tree.tensors.check_unchanged()
         surveyed, reference = survey(schedule)
-        return cls(Internals(schedule).tree, surveyed, Internals(schedule).hooks), reference
+        found = cls(Internals(schedule).tree, surveyed, Internals(schedule).hooks)
+        found.other_function = tuple(found._other_function(schedule))
+        return found, reference
 
     @property
     def mesh(self) -> Mesh | None:
@@ -167,6 +171,16 @@ class Correspondence:
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         return {name: by_object[id(tensor)] for name, tensor in named if id(tensor) in by_object}
 
+    def _other_function(self, schedule: Schedule) -> Iterator[str]:
+        given_up = {spec.name for spec in self.dropped() if spec.is_parameter}
+        for record, entry in Internals(schedule).entries():
+            dropped = sorted(given_up.intersection(getattr(entry, "dropped", ())))
+            promise = record.primitive.equivalence
+            if dropped:
+                yield f"{record} dropped {' and '.join(dropped)} (saved as before the step)"
+            elif isinstance(entry, journal.ReplaceModule) and promise.rtol >= _ANOTHER_FUNCTION:
+                yield f"{record}, {promise}: {entry.describe()}"
+
     def _is_unexplained(self, live: LiveTensor) -> bool:
         if tuple(live.tensor.shape) != live.layout.local_shape(self.mesh):
             return bool(live.layout.origin) or bool(live.layout.placements)
@@ -199,6 +213,10 @@ class Correspondence:
     def _here(live: LiveTensor, placement: Placement, rank: int) -> LiveTensor:
         ranks = placement.holders(live)
         return dataclasses.replace(live, is_local=False) if ranks and rank not in ranks else live
+
+
+_ANOTHER_FUNCTION = 0.1
+"""An rtol from which a replaced module is another function, and not a kernel that rounds otherwise."""
 
 
 def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:

@@ -98,7 +98,7 @@ def export(
     import torch
 
     from slapo_runtime.weights.checkpoint_source import CheckpointSource, open_source
-    from slapo_runtime.weights.files import replacing, stale_weights
+    from slapo_runtime.weights.files import replacing, stale_weights, warn_of_other_function
     from slapo_runtime.weights.safetensors_files import (
         INDEX_FILE,
         SafetensorsWriter,
@@ -115,6 +115,8 @@ def export(
     source = open_source(directory)
     assert isinstance(source, (CheckpointSource, SafetensorsSource))
     source.check_files()
+    if isinstance(source, CheckpointSource):
+        warn_of_other_function(source.manifest.description.get("other_function", ()))
     tensors = {}
     for name, shape in source.shapes().items():
         own = source.dtype(name)

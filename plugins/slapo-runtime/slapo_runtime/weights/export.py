@@ -16,7 +16,13 @@ from slapo_core.errors import ArgumentError, BuildError, warn_user
 from slapo_runtime.correspondence.storage import blocks, is_distributed, slices, window_of
 from slapo_runtime.ranks.world import World
 from slapo_runtime.sizes import parse_bytes
-from slapo_runtime.weights.files import replacing, stale_weights, write_configurations, writing
+from slapo_runtime.weights.files import (
+    replacing,
+    stale_weights,
+    warn_of_other_function,
+    write_configurations,
+    writing,
+)
 from slapo_runtime.weights.safetensors_files import (
     DTYPES,
     INDEX_FILE,
@@ -102,6 +108,7 @@ def export(
 
 
 def _warn_of_others(state: ModelState) -> None:
+    warn_of_other_function(state.correspondence.other_function)
     added = [live.name for live in state.correspondence.added()]
     left_out = added + sorted(state.correspondence.survey.not_tensors)
     if left_out:

@@ -88,6 +88,20 @@ def _finish(directory: Path, last: str) -> None:
     complete.rmdir()
 
 
+def warn_of_other_function(steps: Sequence[str]) -> None:
+    """Warn that the reference model with these weights is another model than the trained one.
+
+    Args:
+        steps: of :attr:`slapo_runtime.correspondence.tensors.Correspondence.other_function`.
+    """
+    if steps:
+        warn_user(
+            "the saved weights are of the reference model, which computes another function than the trained model:\n  "
+            + "\n  ".join([*steps[:3], *([f"... ({len(steps)} in all)"] if steps[3:] else [])])
+            + "\nhint: load them into the reference model, and replay the schedule: slapo_core.replay(model, schedule)"
+        )
+
+
 def write_configurations(model: nn.Module, directory: Path, *, dtype: torch.dtype | None = None) -> None:
     """Write ``config.json``, and ``generation_config.json``, of a model that has them.
 

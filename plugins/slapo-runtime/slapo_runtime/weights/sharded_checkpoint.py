@@ -72,6 +72,8 @@ def description_of(
     description["weights"] = {spec.keys[0]: list(spec.shape) for spec in specs if spec.keys}
     description["added"] = {live.name: list(live.layout.shape) for live in state.correspondence.added()}
     description |= {"extra": extra, "buffers": as_json(state.correspondence.survey.buffers), "optimizer": None}
+    if state.correspondence.other_function:
+        description["other_function"] = list(state.correspondence.other_function)
     if moments is not None:
         description["optimizer"] = {**moments.description(), "tensors": moments.shapes()}
     return description

@@ -17,6 +17,7 @@ from slapo_runtime.ranks.exchange import exchange_device
 from slapo_runtime.ranks.world import gather_along, together
 from slapo_runtime.replicas import DIVERGED, DIVERGED_LIVE, compare_all
 from slapo_runtime.weights.checkpoint_source import open_source
+from slapo_runtime.weights.files import warn_of_other_function
 from slapo_runtime.weights.loading import load_checkpoint
 from slapo_runtime.weights.module_state import chosen, extra_states, follow_buffers, is_extra, set_extra_states
 from slapo_runtime.weights.saving import PendingSave, Saving, save_checkpoint
@@ -454,11 +455,13 @@ class ModelState:
         if not include:
             other = [key for key in self.correspondence.survey.not_tensors if not is_extra(key)]
             left_out = [live.name for live in added] + other
+            if not self._has_warned:
+                warn_of_other_function(self.correspondence.other_function)
             if left_out and not self._has_warned:
-                self._has_warned = True
                 warn_user(
                     "the state dict leaves out tensors that the reference model does not have: " + ", ".join(left_out),
                 )
+            self._has_warned = True
             return {}
         found = {}
         for live in added:
