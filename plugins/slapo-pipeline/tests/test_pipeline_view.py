@@ -201,7 +201,7 @@ def summed(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("odd", [None, "attribute", "rewrite"])
 def test_one_of_equal_traced_blocks_runs_for_the_cut(odd: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     sch = slapo.create_schedule(nn.Sequential(*(Block() for _ in range(5))), example_inputs=(torch.ones(2, 8),))
-    sch["*"].trace(flatten=True)
+    sch["*"].trace(flatten=True).checkpoint()
     sch["2"].pipeline_split()
     if odd == "attribute":  # which no recording has read so far
         sch.model[2].sums = True

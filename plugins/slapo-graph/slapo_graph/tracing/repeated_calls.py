@@ -51,6 +51,10 @@ class RepeatedCalls:
             autocast_state.state(),
             torch.is_inference_mode_enabled(),
         )
+        try:
+            hash(key)
+        except TypeError:  # a wrapper or hook of the user
+            return run(module, *args, **kwargs)
         for read, other, result in self._known.get(key, ()):
             if other is not None and not (replaced is not None and other.is_like(replaced, module)):
                 continue
@@ -76,14 +80,14 @@ class RepeatedCalls:
 
 
 def _around(module: nn.Module) -> tuple[Any, forwards.ReplacedForward | None]:
-    """Return a module's own forward and its hooks, for comparison, without a graph, which is returned beside them."""
+    """Return a module's own forward and its hooks, for comparison; and its graph, which is compared by itself."""
     own, *hooks = module_index.around(module)
     forward = module.__dict__.get("forward")
-    base = forward.base if isinstance(forward, forwards.ModuleForward) and not forward.has_own else None
-    graph = getattr(base, "__func__", None)
-    if not isinstance(graph, forwards.ReplacedForward):
+    if not isinstance(forward, forwards.ModuleForward) or forward.has_own:
         return (own, *hooks), None
-    return (forward.wrappers, *hooks), graph
+    base = getattr(forward.base, "__func__", forward.base)
+    graph = base if isinstance(base, forwards.ReplacedForward) else None
+    return (base if graph is None else None, forward.wrappers, *hooks), graph
 
 
 def _signature(value: Any, memory: dict[int, int]) -> Any:
