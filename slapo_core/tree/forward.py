@@ -167,7 +167,7 @@ class ReplacedForward(ABC):
         return ()
 
     def is_like(self, other: ReplacedForward, module: nn.Module) -> bool:
-        """Return whether ``other``, the forward of an equal ``module``, would run every call that this one ran alike."""
+        """Return whether ``other``, the forward of an equal ``module``, runs alike every call that this one ran."""
         return False
 
     def rebind(self, twin: Callable[[Any], Any]) -> None:  # noqa: B027 - most hold none

@@ -101,7 +101,9 @@ class TracedForward(RecordedForward):
 
         if not isinstance(other, TracedForward) or history(self) != history(other):
             return False
-        found = [(each, modules) for each in self.variants if (modules := each.structure.modules_of(module)) is not None]
+        found = [
+            (each, modules) for each in self.variants if (modules := each.structure.modules_of(module)) is not None
+        ]
         return bool(found) and all(
             is_pure(each.recorded) and each.checks.violated(modules) is None for each, modules in found
         )
