@@ -28,6 +28,7 @@ _REORDERED: dict[torch.dtype, float] = {
 _COARSER = 0.25  # eight-bit types: two digits at most
 _EXACT_ROUNDINGS = 16.0
 _FLOOR = 1e-2
+_FINE_NORM = 1e-9  # in float64: batch norms over a handful of values turn roundings into 2e-10 of a gradient
 _OWN_SCALE = ("output", "buffer")  # any kind of them
 
 
@@ -85,6 +86,7 @@ class Tolerance:
             rtol=relative if rtol is None else rtol,
             atol=promise.atol if atol is None else atol,
             floor=max(_FLOOR * (exact if promise.is_exact else reordered), exact) if atol is None else 0.0,
+            of_norm=_FINE_NORM if dtype is torch.float64 and not promise.is_exact and rtol is atol is None else 0.0,
         )
 
     def allowed(self, kind: str, *, largest: float, largest_of_kind: float) -> float:

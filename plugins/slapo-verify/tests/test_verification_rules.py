@@ -251,3 +251,16 @@ def test_jump_in_one_element_counts_by_its_share_of_the_norm(share: float, found
     tolerance = Tolerance(torch.bfloat16, REORDERED, rtol=0.04, atol=0.0, floor=0.0, of_norm=share)
     seen = [Observation({"own output": {"x": value}}) for value in (before, after)]
     assert len(compare(*seen, Counterparts(), tolerance).differences) == found
+
+
+@pytest.mark.parametrize(
+    ("promise", "wrong", "found"), [(REORDERED, 5e-10, 0), (REORDERED, 1e-8, 1), (EXACT, 5e-10, 1)]
+)
+def test_ill_conditioned_gradients_in_float64_count_by_their_norm(
+    promise: slapo.Equivalence, wrong: float, found: int
+) -> None:
+    before = torch.tensor([4.35, 1.41, 0.5], dtype=torch.float64)
+    after = before + torch.tensor([0.0, 4.35 * wrong, 0.0], dtype=torch.float64)
+    tolerance = Tolerance.of(torch.float64, [promise], rtol=None, atol=None)
+    seen = [Observation({"output": {"x": value}}) for value in (before, after)]
+    assert len(compare(*seen, Counterparts(), tolerance).differences) == found
