@@ -155,14 +155,16 @@ def _meaning() -> list[str]:
         "  behind it sums of gradients of small parameters that every rank has (`sync_gradient`). Megatron-LM's number",
         "  for attention and MLP is 2+2, with experts 2+3 (the gradient of the router's weights), with shared experts",
         "  3+4, with a cross-attention 3+4.",
+        "- **verified**: by `slapo.verify`, of those that were given to it.",
         "- **steps**: of the schedule.",
     ]
 
 
 def _totals(ran: Sequence[Judgment], sizes: Sequence[int]) -> list[str]:
     lines = [
-        f"| tp | models | ran | equal | wrong | raises | no schedule | split ≥ {ENOUGH:.0%} | Megatron's number |",
-        "|---" * 9 + "|",
+        f"| tp | models | ran | equal | wrong | raises | no schedule | split ≥ {ENOUGH:.0%} | Megatron's number "
+        "| verified |",
+        "|---" * 10 + "|",
     ]
     for size in sizes:
         own = [row for row in ran if row.ranks == size]
@@ -185,9 +187,10 @@ def _totals(ran: Sequence[Judgment], sizes: Sequence[int]) -> list[str]:
                 split = [row for row in group if row.result == "equal" and row.share >= ENOUGH]
                 few = sum(all(map(int.__le__, row.collectives, row.megatron)) for row in split)
                 numbers = [counts[word] for word in ("equal", "WRONG", "raises", "no schedule")]
-                lines.append(
-                    f"| {size} | {title} | {len(group)} | {' | '.join(map(str, numbers))} | {len(split)} | {few} |"
-                )
+                tried = [row for row in group if row.verified]
+                verified = f"{sum(row.verified == 'ok' for row in tried)} of {len(tried)}" if tried else "-"
+                cells = [size, title, len(group), *numbers, len(split), few, verified]
+                lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 
