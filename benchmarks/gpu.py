@@ -98,9 +98,12 @@ class Run:
         print(f"{time.monotonic() - self.began:6.1f} s  {self.part}: {what}", flush=True)
 
     def failure(self, error: Exception) -> str:
-        """One line of an error that is a variant's result; the rest is printed."""
+        """An error that is a variant's result, in one line with the three innermost places; the rest is printed."""
         traceback.print_exception(error)
-        return f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}"[:300]
+        innermost = traceback.extract_tb(error.__traceback__)[-3:]
+        places = [f"{Path(each.filename).name}:{each.lineno}" for each in innermost]
+        line = str(error).strip().partition(os.linesep)[0]
+        return f"{type(error).__name__}: {line} ({', '.join(places)})"[:300]
 
     def keep(self, rows: Iterable[Row], ended: str = "running") -> None:
         """Write the rows so far, and everything else that this part knows."""

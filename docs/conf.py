@@ -1,8 +1,8 @@
 """Sphinx configuration: `make docs` builds the pages of this folder to build/site.
 
 The pages are Markdown that reads well in a repository, too. So the order of the site comes from the lists of links in
-``index.md``, and names of files stand behind the language of a block. Links to sources outside of this folder become
-text.
+``index.md``, and names of files stand behind the language of a block. Files of the repository that a page links to are
+copied into the site; of a folder, its README.md.
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ def _adapt(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def _shown(link: re.Match[str], folder: Path) -> str:
-    """Return a link within the site as it is, of any other local one the text."""
+    """Return a link within the site as it is, any other local one as a link to a copy of the file."""
     target = Path(os.path.normpath(folder / link[2]))
-    return link[0] if target.is_relative_to(_HERE) else link[1]
+    if target.is_relative_to(_HERE):
+        return link[0]
+    file = target / "README.md" if target.is_dir() else target
+    return f"[{link[1]}](path:{os.path.relpath(file, folder)})"
 
 
 def _contents(page: str, text: str) -> str:

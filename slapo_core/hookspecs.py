@@ -18,7 +18,7 @@ asked only if no other plugin answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -183,7 +183,9 @@ def slapo_check(schedule: Schedule) -> Iterable[Violation] | None:
 
 
 @hookspec
-def slapo_suggest(schedule: Schedule, gradients: Sequence[str]) -> Iterable[Suggestion] | None:
+def slapo_suggest(
+    schedule: Schedule, gradients: Sequence[str], splits: Mapping[str, tuple[int, ...]]
+) -> Iterable[Suggestion] | None:
     """Called when ``verify`` has found a difference, or an exception: which changes may correct the schedule?
 
     ``verify`` tries the answers on copies, and reports only changes that make the schedule agree. So they may be
@@ -194,6 +196,8 @@ def slapo_suggest(schedule: Schedule, gradients: Sequence[str]) -> Iterable[Sugg
     Args:
         schedule: with all steps applied; must not be changed. On every rank the answer must be the same.
         gradients: the parameters whose gradients differ, by name, where the outputs agree; empty where they do not.
+        splits: paths of modules whose output the reference model splits along its features (``split``, ``chunk``, a
+            ``view`` by 2 or 3), with the sizes in elements, e.g. ``{"attn.qkv": (64, 16, 16)}``.
 
     Returns:
         changes of this plugin's own steps, and steps to add; nothing or None if there is nothing to try.

@@ -11,8 +11,8 @@ import gc
 import json
 import os
 import subprocess
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
@@ -24,11 +24,20 @@ from slapo_runtime import launcher
 ROOT = Path(__file__).parent.parent
 DURATIONS = ROOT / "tests" / "durations.json"
 C = TypeVar("C")
+F = TypeVar("F")
 
 
 def sampled(cases: Iterable[C], step: int = 2) -> list[C]:
     """Return every ``step``-th case of a table; all of them in ``make test-all``."""
     return list(cases)[:: 1 if os.environ.get("SLAPO_TEST_WHOLE") else step]
+
+
+def crossed(cases: Iterable[C], forms: Sequence[F]) -> list[tuple[C, F]]:
+    """Return each case with one of the forms, in turn; with all of them in ``make test-all``."""
+    whole = bool(os.environ.get("SLAPO_TEST_WHOLE"))
+    return [
+        (case, form) for number, case in enumerate(cases) for form in (forms if whole else [forms[number % len(forms)]])
+    ]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,17 +79,30 @@ _LEAST, _OF = 2, 4
 def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Leave out up to three quarters of the cases of each parametrized test that is no unit test, where there are many.
 
-    Which part stays differs from test to test: of a kit's checks, which several plugins run, each runs somewhere.
+    Cases stay first whose last parameter stays nowhere else: of a kit's checks, which several plugins run, each runs.
     """
     tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("ranks") or item.get_closest_marker("slow"):
             tests[item.nodeid.partition("[")[0]].append(item)
-    for name, cases in tests.items():
+    stay: Counter[str] = Counter()
+    for name, cases in sorted(tests.items()):
         if len(cases) > _LEAST:
-            cases.sort(key=lambda item: item.nodeid)
             step = min(_OF, len(cases) // _LEAST + 1)
-            yield from (case for number, case in enumerate(cases, start=crc32(name.encode())) if number % step)
+            turns = {item: turn % step for turn, item in enumerate(sorted(cases, key=_nodeid), crc32(name.encode()))}
+            cases.sort(key=lambda item: (stay[_last(item)], turns[item], item.nodeid))
+            kept = len(cases) // step
+            stay.update(map(_last, cases[:kept]))
+            yield from cases[kept:]
+
+
+def _nodeid(item: pytest.Item) -> str:
+    return item.nodeid
+
+
+def _last(item: pytest.Item) -> str:
+    """The name of its last parameter: ``undo_is_exact`` of ``test_sync[sync-overlap-undo_is_exact]``."""
+    return item.nodeid.partition("[")[2].rpartition("-")[2]
 
 
 def _file(nodeid: str) -> str:

@@ -25,7 +25,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.integration.zoo.automatic import SCHEDULES, Judgment, cases, drawn, judge_all
+from tests.integration.zoo.automatic import Judgment, judge_all
+from tests.integration.zoo.automatic_cases import SCHEDULES, cases, drawn
 
 ENOUGH = 0.75
 _CAUSAL, _OTHERS = 144, 60

@@ -63,7 +63,8 @@ def diff(
         print_json({**sides, **found.to_json()})
     else:
         for side, name, one in zip("AB", names, (first, second), strict=True):
-            print(f"{side}: {name}, {len(one.records)} steps, {'no mesh' if one.mesh is None else f'mesh {one.mesh}'}")
+            steps = f"{len(one.records)} step{'' if len(one.records) == 1 else 's'}"
+            print(f"{side}: {name}, {steps}, {'no mesh' if one.mesh is None else f'mesh {one.mesh}'}")
         found.print()
     if not found.is_empty:
         raise typer.Exit(1)

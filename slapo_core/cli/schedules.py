@@ -168,23 +168,20 @@ def batch_for(model: nn.Module, words: Sequence[str] | None, seed: int = 0) -> E
 
 
 def batch_for_steps(model: nn.Module, words: Sequence[str] | None) -> Any:
-    """Return example inputs for steps that run the model; print on stderr how they were made.
+    """Return example inputs for steps that run the model.
 
     Args:
         model: the reference model; only read.
         words: as for :func:`batch_for`.
 
     Returns:
-        the inputs; None where none can be made, for schedules without such steps.
+        the inputs; None where none can be made, for schedules without such steps: a note on stderr says why.
     """
     try:
-        found = batch_for(model, words)
+        return batch_for(model, words).inputs
     except ArgumentError as error:
         print(f"note: steps get no example inputs: {error.message}", file=sys.stderr)
         return None
-    if not words:
-        print(f"note: steps get example inputs {found.how}; --batch gives others", file=sys.stderr)
-    return found.inputs
 
 
 _ORDINARY = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from slapo_core.observers import Forward
@@ -77,9 +77,7 @@ class Checkpoint(Primitive):
             transform = CheckpointedRegion(self.preserve_rng_state, node.path)
             self.match.outline(node, edit, transform, name="checkpointed")
             return
-        edit.wrap_forward(
-            node, functools.partial(checkpointed, preserve_rng_state=self.preserve_rng_state, path=node.path)
-        )
+        edit.wrap_forward(node, Checkpointed(self.preserve_rng_state, node.path))
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if self.match is not None:
@@ -98,38 +96,48 @@ class Checkpoint(Primitive):
 
 def checkpoints(node: Node) -> bool:
     """Return whether a step put the entire forward of the module under activation checkpointing."""
-    return any(isinstance(wrapper, functools.partial) and wrapper.func is checkpointed for wrapper in node.wrappers)
+    return any(isinstance(wrapper, Checkpointed) for wrapper in node.wrappers)
 
 
-def checkpointed(forward: Forward, *, preserve_rng_state: bool, path: str) -> Forward:
-    """Put a forward under activation checkpointing; both take the module first."""
-    import torch
-    from torch.utils.checkpoint import checkpoint
+@dataclass(frozen=True)
+class Checkpointed:
+    """Puts a forward, which takes the module first, under activation checkpointing; equal for equal modules.
 
-    from slapo_core.primitives.recomputation import ModuleState, Recomputation
+    Args:
+        preserve_rng_state: as of :class:`Checkpoint`.
+        path: of the module, for messages.
+    """
 
-    changing: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-    states: list[tuple[Any, ModuleState]] = []
+    slapo_goes_around: ClassVar[bool] = True
+    preserve_rng_state: bool
+    path: str = field(compare=False)
 
-    @functools.wraps(forward)
-    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(module, *args, **kwargs)
-        call: Callable[..., Any] = _call
-        if not torch.compiler.is_compiling():
-            if not states or states[0][0] is not module or not states[0][1].is_current:
-                states[:] = [(module, ModuleState(list(module.modules()), changing))]
-            call = Recomputation(path, states[0][1], args, kwargs)
-        # Arguments travel as one tuple and one dictionary: keywords of the module cannot clash with checkpoint's own,
-        # and checkpoint still sees the tensors, from which it learns whose random state to keep.
-        return checkpoint(
-            call, forward, module, args, kwargs, use_reentrant=False, preserve_rng_state=preserve_rng_state
-        )
+    def __call__(self, forward: Forward) -> Forward:
+        import torch
+        from torch.utils.checkpoint import checkpoint
 
-    return run
+        from slapo_core.primitives.recomputation import ModuleState, Recomputation
 
+        preserve_rng_state, path = self.preserve_rng_state, self.path
+        changing: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+        states: list[tuple[Any, ModuleState]] = []
 
-checkpointed.slapo_goes_around = True  # type: ignore[attr-defined]
+        @functools.wraps(forward)
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(module, *args, **kwargs)
+            call: Callable[..., Any] = _call
+            if not torch.compiler.is_compiling():
+                if not states or states[0][0] is not module or not states[0][1].is_current:
+                    states[:] = [(module, ModuleState(list(module.modules()), changing))]
+                call = Recomputation(path, states[0][1], args, kwargs)
+            # Arguments travel as one tuple and one dictionary: keywords of the module cannot clash with checkpoint's
+            # own, and checkpoint still sees the tensors, from which it learns whose random state to keep.
+            return checkpoint(
+                call, forward, module, args, kwargs, use_reentrant=False, preserve_rng_state=preserve_rng_state
+            )
+
+        return run
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,10 @@ class ReplacedForward(ABC):
         """The user's functions that this calls, which a copy of the model exchanges by :meth:`rebind`."""
         return ()
 
+    def is_like(self, other: ReplacedForward, module: nn.Module) -> bool:
+        """Return whether ``other``, the forward of an equal ``module``, runs alike every call that this one ran."""
+        return False
+
     def rebind(self, twin: Callable[[Any], Any]) -> None:  # noqa: B027 - most hold none
         """Replace the user's functions by their twins, in a copy."""
 

@@ -37,7 +37,7 @@ def test_steps_of_repeated_layers_are_folded() -> None:
     weight (16, 16) -> (8, 16), tp: S(0)
     bias (16,) -> (8,), tp: S(0)
 #2,4,6,8 checkpoint() at 'bert.encoder.layer.{0-3}' (x 4)  [core.checkpoint, slapo-core V]  FILE:N
-    forward wrapped by checkpointed
+    forward wrapped by Checkpointed
 #9 annotate('weight', key='mark', value=True) at 'bert.embeddings.word_embeddings'  """
         """[core.annotate, slapo-core V]  FILE:N
     weight.mark = True
@@ -45,7 +45,7 @@ def test_steps_of_repeated_layers_are_folded() -> None:
         """[core.annotate, slapo-core V]  FILE:N
     bias.mark = True
 #12 checkpoint() at the root  [core.checkpoint, slapo-core V]  FILE:N
-    forward wrapped by checkpointed"""
+    forward wrapped by Checkpointed"""
     )
 
 

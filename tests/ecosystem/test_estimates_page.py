@@ -14,6 +14,7 @@ preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_pipeline", "sla
 PAGE = Page("guides/make-it-fit.md")
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
     PAGE.prints_what_it_shows(tmp_path, at_least=5, guarded=True)

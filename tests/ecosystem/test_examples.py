@@ -15,6 +15,8 @@ from tests.support.overlay import Overlay
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 USE_HELLO = """
+import slapo_hello
+print(slapo_hello.__file__)
 import torch, slapo_core as slapo
 from torch import nn
 model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
@@ -25,21 +27,15 @@ print(len(slapo.replay(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), sch.to_j
 """
 
 
-class Installed:
-    """An example, built as a wheel and installed into an environment of its own."""
+NAMES = ("slapo-hello", "slapo-loop", "slapo-fsdp", "slapo-fx")
 
-    def __init__(self, name: str, root: Path) -> None:
-        self.overlay = Overlay(root / "env")
-        self.source = root / name
-        shutil.copytree(
-            EXAMPLES / name, self.source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-        )
-        build = ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(root))
-        self.overlay.run("-m", "pip", *build, str(self.source), cwd=root, check=True)
-        (self.wheel,) = root.glob("*.whl")
-        self.overlay.pip_install(str(self.wheel), cwd=root)
-        shutil.rmtree(self.source / "src")  # what is tested now is the wheel
-        self.work = root
+
+class Installed:
+    """An example from its wheel, in an environment."""
+
+    def __init__(self, name: str, overlay: Overlay, work: Path) -> None:
+        self.overlay, self.work, self.source = overlay, work, work / name
+        (self.wheel,) = work.glob(f"{name.replace('-', '_')}-*.whl")
 
     def python(self, code: str) -> str:
         return self.overlay.run("-c", code, cwd=self.work, check=True).stdout
@@ -56,23 +52,38 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def hello(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return Installed("slapo-hello", tmp_path_factory.mktemp("hello"))
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Installed]:
+    """All examples, in one environment: pip starts twice."""
+    root = tmp_path_factory.mktemp("examples")
+    overlay = Overlay(root / "env")
+    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    sources = [shutil.copytree(EXAMPLES / name, root / name, ignore=ignored) for name in NAMES]
+    build = ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(root))
+    overlay.run("-m", "pip", *build, *map(str, sources), cwd=root, check=True)
+    overlay.pip_install(*map(str, root.glob("*.whl")), cwd=root)
+    for source in sources:
+        shutil.rmtree(source / "src")  # what is tested now is the wheel
+    return {name: Installed(name, overlay, root) for name in NAMES}
 
 
-@pytest.fixture(scope="module")
-def loop(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return Installed("slapo-loop", tmp_path_factory.mktemp("loop"))
+@pytest.fixture
+def hello(installed: dict[str, Installed]) -> Installed:
+    return installed["slapo-hello"]
 
 
-@pytest.fixture(scope="module")
-def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return Installed("slapo-fsdp", tmp_path_factory.mktemp("fsdp"))
+@pytest.fixture
+def loop(installed: dict[str, Installed]) -> Installed:
+    return installed["slapo-loop"]
 
 
-@pytest.fixture(scope="module")
-def fx(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return Installed("slapo-fx", tmp_path_factory.mktemp("fx"))
+@pytest.fixture
+def fsdp(installed: dict[str, Installed]) -> Installed:
+    return installed["slapo-fsdp"]
+
+
+@pytest.fixture
+def fx(installed: dict[str, Installed]) -> Installed:
+    return installed["slapo-fx"]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +98,9 @@ def test_an_example_is_as_short_as_promised(example: str, most: int) -> None:
 @pytest.mark.slow
 def test_hello_is_one_module_and_is_used_from_a_schedule(hello: Installed) -> None:
     assert "slapo_hello.py" in zipfile.ZipFile(hello.wheel).namelist()
-    assert hello.python("import slapo_hello; print(slapo_hello.__file__)").startswith(str(hello.overlay.site_packages))
-    assert hello.python(USE_HELLO).splitlines() == ["#1 full_precision() at '1' slapo-hello 1.0.0", "1"]
+    place, *printed = hello.python(USE_HELLO).splitlines()
+    assert place.startswith(str(hello.overlay.site_packages))
+    assert printed == ["#1 full_precision() at '1' slapo-hello 1.0.0", "1"]
 
 
 @pytest.mark.slow
@@ -97,7 +109,14 @@ def test_hello_is_listed_by_the_command_line(hello: Installed) -> None:
     assert isinstance(listed, dict)
     (plugin,) = (item for item in listed["plugins"] if item["name"] == "slapo-hello")
     assert (plugin["state"], plugin["version"], plugin["primitives"]) == ("ok", "1.0.0", ["hello.full_precision"])
-    assert hello.overlay.slapo("plugins", "check", "slapo-hello", cwd=hello.work).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", ["slapo-hello", "slapo-fx"])
+def test_an_example_passes_the_checks_of_the_command_line(installed: dict[str, Installed], name: str) -> None:
+    one = installed[name]
+    assert one.overlay.slapo("plugins", "check", name, cwd=one.work).returncode == 0
 
 
 @pytest.mark.slow
@@ -119,7 +138,6 @@ def test_loop_is_a_dialect_that_trains(loop: Installed) -> None:
 
 @pytest.mark.slow
 def test_fx_is_a_tracer_that_passes_its_checks(fx: Installed) -> None:
-    assert fx.overlay.slapo("plugins", "check", "slapo-fx", cwd=fx.work).returncode == 0
     assert fx.run_own_tests() == 8
 
 

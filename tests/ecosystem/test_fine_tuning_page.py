@@ -28,6 +28,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_the_commands_print_what_the_page_shows(tmp_path: Path) -> None:
     Page("guides/fine-tuning.md").runs_its_files(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 from tests.ecosystem.pages import Page
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
     Page("how/receipts.md").prints_what_it_shows(tmp_path, at_least=2, guarded=True)

@@ -182,12 +182,17 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 @pytest.mark.breadth
 @pytest.mark.slow
 @needs_generator
-@pytest.mark.parametrize("mistake", ["", "[page](missing.md)", "[anchor](index.md#missing)", "[file](one.md)"])
+@pytest.mark.parametrize("mistake", ["", "[page](missing.md)", "[anchor](index.md#missing)", "[file](../missing.py)"])
 def test_a_link_that_leads_nowhere_is_a_warning(mistake: str, tmp_path: Path) -> None:
     source = tmp_path / "docs"
     source.mkdir()
     (source / "conf.py").write_text((DOCS / "conf.py").read_text("utf-8").replace('["_static"]', "[]"))
     (source / "index.md").write_text(f"# A\n\n## B\n\n- [C](c.md)\n- [D](c.md#d)\n\n{mistake}\n")
-    (source / "c.md").write_text("# C\n\n## D\n\n[beside](../e.py)\n")
+    (source / "c.md").write_text("# C\n\n## D\n\n[`beside`](../e.py#L3) and [folder](../f)\n")
+    (tmp_path / "f").mkdir()
+    (tmp_path / "e.py").write_text("beside = 1\n"), (tmp_path / "f" / "README.md").write_text("below\n")
     done = build(source, tmp_path / "site")
+    html = (tmp_path / "site" / "c.html").read_text("utf-8")
+    linked = [tmp_path / "site" / target for target in re.findall(r'href="(_downloads/[^"]*)"', html)]
+    assert [file.read_text("utf-8") for file in linked] == ["beside = 1\n", "below\n"]
     assert ("WARNING" in done.stderr, done.returncode) == ((True, 1) if mistake else (False, 0)), done.stderr

@@ -22,9 +22,9 @@ MORE_RANKS = sampled(
     ), 5,
 )  # fmt: skip
 IN_SEQUENCE = sampled(
-    ("causal: llama", "causal: gpt2", "other: t5", "causal: gemma2", "other: bert", "causal: mixtral"), 2
+    ("causal: llama", "causal: gpt2", "other: t5", "causal: gemma2", "other: bert", "causal: mixtral"), 3
 )
-SEQUENCES = sampled([f"trap: {name}" for name in SEQUENCE_TRAPS], 8)
+SEQUENCES = sampled([f"trap: {name}" for name in SEQUENCE_TRAPS], 14)
 PLANTED = (
     "causal: qwen3", "causal: gpt2", "causal: falcon", "causal: opt", "causal: gemma2", "causal: gpt_neox",
     "causal: phi3", "causal: mixtral", "other: bert", "other: bart",

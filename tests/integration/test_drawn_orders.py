@@ -14,7 +14,7 @@ from tests.tiers import sampled
 
 preload()
 
-SEEDS = sampled(range(20), 4)
+SEEDS = sampled(range(20), 7)
 
 
 @pytest.mark.ranks

@@ -153,6 +153,7 @@ def on(device: DeviceSpec, tokens: int | None) -> RankEstimate:
     return found.estimate
 
 
+@pytest.mark.breadth
 def test_chunks_of_a_gpu_take_its_kernels() -> None:
     """Products of bfloat16 summed in float32, and a softmax in place, where a CPU casts to float32 before."""
     rates = {"bfloat16": 1e12, "float32": 1e9}

@@ -17,22 +17,27 @@ from tests.integration.megatron.resharding import Pair, refused, to_the_last_bit
 pytestmark = pytest.mark.ranks
 preload_modules("slapo_tp", "slapo_pipeline")
 
-WHOLE = bool(os.environ.get("SLAPO_TEST_WHOLE"))  # one process alone, too, and a third form of four
-ON_TWO = ("megatron tp2", "megatron dp2 distributed")
-ON_FOUR = ("megatron pp2 dp2 distributed", "megatron pp2 tp2")
-FURTHER = ("megatron tp2 dp2 distributed",)
+WHOLE = bool(os.environ.get("SLAPO_TEST_WHOLE"))  # one process alone, too, and further forms of two and four
+ON_TWO = ("megatron tp2", *(("megatron dp2 distributed",) if WHOLE else ()))
+ON_FOUR = (
+    "megatron pp2 dp2 distributed",
+    *(("megatron pp2 tp2", "megatron tp2 dp2 distributed") if WHOLE else ()),
+)
 READING: dict[int, list[Pair]] = {
-    2: [("megatron tp2", "megatron pp2 dp2 distributed")],
-    4: [("megatron pp2 tp2", "megatron dp2 distributed"), ("megatron pp2 dp2 distributed", "megatron tp2")],
+    2: [("megatron dp2 distributed", "megatron pp2 dp2 distributed")],
+    4: [("megatron pp2 tp2", "megatron tp2")],
 }
 FURTHER_READING: dict[int, list[Pair]] = {
     1: [("megatron", "megatron pp2 tp2"), ("megatron", "megatron dp2 distributed")],
     2: [
+        ("megatron tp2", "megatron pp2 dp2 distributed"),
         ("megatron dp2 distributed", "megatron pp2 tp2"),
         ("megatron dp2 distributed", "megatron tp2 dp2 distributed"),
         ("megatron tp2", "megatron dp2 distributed"),
     ],
     4: [
+        ("megatron pp2 tp2", "megatron dp2 distributed"),
+        ("megatron pp2 dp2 distributed", "megatron tp2"),
         ("megatron pp2 dp2 distributed", "megatron pp2 tp2"),
         ("megatron pp2 tp2", "megatron"),
         ("megatron tp2 dp2 distributed", "megatron pp2 tp2"),
@@ -70,9 +75,8 @@ def test_checkpoints_go_from_any_sizes_to_any_others(tmp_path: Path) -> None:
         check_bits(rank["bits"])
         check_refused(rank["refused"])
         assert "blocks.0.up.weight" in str(rank["misplaced"]), "the control"
-    on_four = (*ON_FOUR, *FURTHER) if WHOLE else ON_FOUR
     by_four, by_two = ([*READING[size], *(FURTHER_READING[size] if WHOLE else [])] for size in (4, 2))
-    for rank in run_ranks(written_and_read, on_four, by_four, tmp_path, world_size=4, timeout=1800):
+    for rank in run_ranks(written_and_read, ON_FOUR, by_four, tmp_path, world_size=4, timeout=1800):
         assert rank == {}
     for rank in run_ranks(written_and_read, [], by_two, tmp_path, world_size=2, timeout=1800):
         assert rank == {}

@@ -37,6 +37,7 @@ def abridged(printed: list[str], shown: list[str]) -> list[str]:
     return kept + printed[at:]
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_the_first_program_prints_what_the_readme_shows(tmp_path: Path) -> None:
     script = tmp_path / "tiny.py"

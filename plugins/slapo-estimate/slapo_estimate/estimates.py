@@ -81,7 +81,7 @@ def estimate(
     if not isinstance(schedule, Schedule):
         raise ArgumentError(
             f"estimate takes a schedule (got {type(schedule).__name__})",
-            hint="slapo_core.estimate(slapo_core.create_schedule(model), batch)",
+            hint="slapo.estimate(slapo.create_schedule(model), batch)",
         )
     sizes = mesh if mesh is not None else schedule.mesh.sizes if schedule.mesh is not None else None
     batch = schedule.example_inputs if example_inputs is None else example_inputs

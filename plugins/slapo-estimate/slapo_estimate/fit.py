@@ -144,7 +144,7 @@ def fit(
     if not isinstance(schedule, Schedule):
         raise ArgumentError(
             f"fit takes a schedule (got {type(schedule).__name__})",
-            hint="slapo_core.fit(slapo_core.create_schedule(model), '70GiB', batch)",
+            hint="slapo.fit(slapo.create_schedule(model), '70GiB', batch)",
         )
     target = parse_bytes(memory)
     for name in ("rank", "observer"):

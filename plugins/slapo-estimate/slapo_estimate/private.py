@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
     DynamicOutputShapeException as DynamicOutputShapeException,
@@ -47,10 +48,14 @@ def kernels_of_cuda() -> Iterator[None]:
     overrides.impl("rms_norm", partial(run_from, ONE_KERNEL, composite), "AutogradCPU")
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", "Meta"):  # torch 2.11
         overrides.impl("addmm.dtype_out", lambda *_, out, **__: out, "Meta")
+    add_product = torch.ops.aten.addmm.dtype_out
+    decomposition = decomposition_table.pop(add_product, None)  # which takes no type in torch 2.11
     try:
         with simulated_device("cuda"):
             yield
     finally:
+        if decomposition is not None:
+            decomposition_table[add_product] = decomposition
         overrides._destroy()
 
 

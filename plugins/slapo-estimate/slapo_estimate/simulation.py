@@ -157,7 +157,7 @@ def as_slapo_error(error: Exception, *, doing: str, model: nn.Module | None) -> 
     return EstimateError(
         f"{doing} raised {type(error).__name__}{where}: {error}",
         path=module,
-        hint="slapo_core.verify(sch, batch) tells whether the model itself raises, or which step of the "
+        hint="slapo.verify(sch, batch) tells whether the model itself raises, or which step of the "
         "schedule is to blame; if the model trains on this batch, some torch operator supports fewer dtypes on fake "
         "tensors (e.g. grouped_mm: bfloat16 only)"
         if model is not None
@@ -305,7 +305,8 @@ def simulate(request: Request) -> RankResult | SlapoError:
         doing = "cutting the batch"
         is_torch = request.target == "torch"
         is_cut = is_torch and schedule.mesh is not None and schedule.mesh.size("pp") > 1
-        pipeline = pipeline_of(schedule, request) if is_cut else None
+        with _quietly():
+            pipeline = pipeline_of(schedule, request) if is_cut else None
         batches = [request.batch] if pipeline is None else pipeline.batches  # an engine cuts the batch itself
         doing = "a training step"
         assumptions = Assumptions()

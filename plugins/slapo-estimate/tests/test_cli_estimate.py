@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,7 @@ def make_pair():
 
 def cut(sch):
     sch["0"].pipeline_split()
+    sch["1"].shard(["weight", "bias"], axis=0).sync("fwd_post", "all_gather").sync("bwd_post", "all_reduce")
 
 def mean(output, batch):
     return output.mean()
@@ -125,12 +127,15 @@ def test_a_function_that_returns_the_schedule_keeps_its_mesh_and_integer_buffers
 @pytest.mark.slow
 def test_micro_batches_of_a_pipeline_are_passed_and_reported(here: Path) -> None:
     words = ("estimate", "tiny_estimated:cut", "--model", "tiny_estimated:make_pair")
-    words = (*words, "--loss", "tiny_estimated:mean", "--mesh", "pp=2", "--batch", "input=8x16:float32")
-    for given, number in ((), 2), (("--microbatches", "4"), 4):
-        done = run(*words, *given)
-        assert done.exit_code == 0, done.output
-        said = f"assumption: a step of the pipeline has {number} micro-batches (microbatches={number})"
-        assert said in done.stdout
+    words = (*words, "--loss", "tiny_estimated:mean", "--mesh", "pp=2,tp=2", "--batch", "input=8x16:float32")
+    said = "assumption: a step of the pipeline has {0} micro-batches (microbatches={0})"
+    done = run(*words)
+    assert done.exit_code == 0, done.output
+    assert said.format(2) in done.stdout
+    command = [sys.executable, "-m", "slapo_core.cli.main", *words, "--microbatches", "4"]
+    alone = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert said.format(4) in alone.stdout
+    assert "never verified" not in alone.stderr
 
 
 @pytest.mark.slow

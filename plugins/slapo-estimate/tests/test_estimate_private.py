@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._decomp import decomposition_table
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
@@ -84,9 +86,11 @@ def test_attention_of_the_cpu_is_restored_and_used_where_cudas_does_not_fit() ->
     assert "ForCpu" in type(F.scaled_dot_product_attention(query, query, query).grad_fn).__name__
 
 
-def test_products_of_cuda_have_shapes_and_sum_in_a_larger_type() -> None:
+@pytest.mark.parametrize("torch_2_11", [False, True])
+def test_products_of_cuda_have_shapes_and_sum_in_a_larger_type(torch_2_11: bool) -> None:
     aten = torch.ops.aten
-    with FakeTensorMode(), kernels_of_cuda():
+    wrong = {aten.addmm.dtype_out: decomposition_table[aten.addmm.default]} if torch_2_11 else {}
+    with mock.patch.dict(decomposition_table, wrong), FakeTensorMode(), kernels_of_cuda():
         left, right, sums = torch.ones(3, 4).bfloat16(), torch.ones(4, 5).bfloat16(), torch.ones(3, 5)
         found = aten.mm.dtype(left, right, torch.float32)
         assert (found.shape, found.dtype) == ((3, 5), torch.float32)

@@ -16,6 +16,7 @@ from slapo_fusion import causal_attention as causal
 from slapo_fusion.causal_attention import causal_attention
 from slapo_fusion.patterns import attention, rms_norm
 from tests.messages import Messages
+from tests.tiers import sampled
 
 from .written_out import FOUND, LOW, NOT_FOUND, PADDING, K, Q, V, Written, repeated
 
@@ -41,7 +42,7 @@ def traced(function: Any, inputs: tuple[Tensor, ...]) -> slapo.Schedule:
     return sch
 
 
-@pytest.mark.parametrize("case", FOUND)
+@pytest.mark.parametrize("case", sampled(FOUND))
 def test_common_spellings_match_and_replacements_agree(case: str) -> None:
     name, function, inputs = FOUND[case]
     sch = traced(function, inputs)
@@ -55,7 +56,7 @@ def test_common_spellings_match_and_replacements_agree(case: str) -> None:
     assert slapo.verify(sch, inputs).steps_verified == 2
 
 
-@pytest.mark.parametrize("case", NOT_FOUND)
+@pytest.mark.parametrize("case", sampled(NOT_FOUND))
 def test_near_misses_do_not_match(case: str) -> None:
     name, function, inputs = NOT_FOUND[case]
     sch = traced(function, inputs)
@@ -132,7 +133,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", sampled(ORDERS))
 def test_attention_under_a_checkpoint_of_its_own_gets_its_kernel_in_any_order(order: str) -> None:
     sch = slapo.create_schedule(Outer(), example_inputs=(Q, K, V))
     nodes = {"caller": sch["layer"], "attention": sch["layer.attention"]}
@@ -342,7 +343,7 @@ def model_of(family: str) -> tuple[nn.Module, dict[str, Tensor], str]:
 CAUSAL = ("gpt2", "llama")
 
 
-@pytest.mark.parametrize("family", ["bert", "bert padded", "t5 padded", "gpt2", "llama", "llama padded"])
+@pytest.mark.parametrize("family", sampled(["bert", "bert padded", "t5 padded", "gpt2", "llama padded", "llama"]))
 def test_attention_of_transformers_gives_the_same_numbers_and_gradients(
     family: str, kernels_of_a_gpu: list[dict[str, Any]]
 ) -> None:

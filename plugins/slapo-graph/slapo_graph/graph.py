@@ -19,7 +19,7 @@ from slapo_core.internals import forwards
 from slapo_graph.example_calls import example_call
 from slapo_graph.leaves import Leaves, is_predefined
 from slapo_graph.match import name_of
-from slapo_graph.pool import Pool
+from slapo_graph.pool import Pool, is_pure
 from slapo_graph.printing import printed
 from slapo_graph.protocol import Tracer
 from slapo_graph.rewriting.actions import Action, Outline, Replacement, as_before
@@ -94,6 +94,19 @@ class TracedForward(RecordedForward):
     def node_names(self) -> frozenset[str]:
         first = self.first
         return frozenset(node.name for node in first.recorded.graph.nodes) if first is not None else frozenset()
+
+    def is_like(self, other: forwards.ReplacedForward, module: nn.Module) -> bool:
+        def history(graph: TracedForward) -> Any:
+            return graph.forward, type(graph.tracer), graph.leaves, graph.rewrites
+
+        if not isinstance(other, TracedForward) or history(self) != history(other):
+            return False
+        found = [
+            (each, modules) for each in self.variants if (modules := each.structure.modules_of(module)) is not None
+        ]
+        return bool(found) and all(
+            is_pure(each.recorded) and each.checks.violated(modules) is None for each, modules in found
+        )
 
     # -- rewrites ---------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 import slapo_core as slapo
 from slapo_graph.graph import TracedForward
+from tests.tiers import crossed
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 FACTOR = 2.0
@@ -366,8 +367,7 @@ def assert_same(mine: list[Any], other: list[Any]) -> None:
             torch.testing.assert_close(one, two)
 
 
-@pytest.mark.parametrize("form", ["traced", "flat", "checkpointed"])
-@pytest.mark.parametrize("name", list(CHANGES))
+@pytest.mark.parametrize(("name", "form"), crossed(CHANGES, ["traced", "flat", "checkpointed"]))
 def test_a_change_between_two_calls_is_seen(name: str, form: str) -> None:
     plain, model, _ = pair(form)
     for _ in range(3):

@@ -63,7 +63,7 @@ class ScheduledStrategy:
         if sizes.get("pp", 1) > 1:
             raise slapo.MeshError(
                 f"SlapoStrategy does not train pipeline stages: the mesh {sizes} has several ranks along 'pp'",
-                hint="a mesh of 'dp' and 'tp'; slapo_core.build(sch, optimizer=...) trains stages, in your own loop",
+                hint="a mesh of 'dp' and 'tp'; slapo.build(sch, optimizer=...) trains stages, in your own loop",
             )
 
     def setup_environment(self) -> None:
@@ -146,7 +146,7 @@ class ScheduledStrategy:
         if len(groups) > 1:
             raise slapo.MeshError(
                 f"no parameter is sharded along 'dp', of whose shards 'dp_replicate' has replicas: mesh {self._mesh}",
-                hint="slapo_core.fully_shard(sch) as the last step; or one dimension 'dp'",
+                hint="slapo.fully_shard(sch) as the last step; or one dimension 'dp'",
             )
         devices = None if self.root_device.type == "cpu" else [self.root_device.index]  # type: ignore[attr-defined]
         return DistributedDataParallel(module, device_ids=devices, process_group=groups[0], **self._ddp_kwargs)

@@ -89,7 +89,7 @@ class SlapoStrategy(ScheduledStrategy, DDPStrategy):
         if held < trained:
             raise slapo.BuildError(
                 f"Trainer clips the gradients of one optimizer, which holds {held} of {trained} trained parameters",
-                hint="in configure_gradient_clipping: slapo_core.clip_grad_norm_(self.trainer.strategy.sch, 1.0)",
+                hint="in configure_gradient_clipping: slapo.clip_grad_norm_(self.trainer.strategy.sch, 1.0)",
             )
         slapo.clip_grad_norm_(sch, clip_val)
 

@@ -36,7 +36,7 @@ def chunks_for_own_loop(sch: Schedule, options: Mapping[str, Any], *, wrap: bool
     if mesh is not None and mesh.size("pp") > 1:
         raise BuildError(
             f"the mesh {mesh} has several ranks along 'pp': model_chunks() does not pack the messages between stages",
-            hint='slapo_core.build(sch, target="megatron", ...) runs stages',
+            hint='slapo.build(sch, target="megatron", ...) runs stages',
         )
     completed = filled(sch, options)
     state = live_state(sch, "slapo_megatron.model_chunks")

@@ -90,6 +90,7 @@ def test_with_a_pipeline_of_split_stages(check: Any) -> None:
     check()
 
 
+@pytest.mark.breadth
 def test_the_command_checks_what_it_can_and_says_that_megatron_needs_cuda() -> None:
     """Without the tests' stand-in, as a user runs it."""
     command = [sys.executable, "-m", "slapo_core.cli.main", "plugins", "check", "slapo-megatron", "--json"]

@@ -84,7 +84,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize(
     ("make", "kept"),
     [
-        (llama, 2),
+        pytest.param(llama, 2, marks=pytest.mark.breadth),
         (Blocks, 2),
         (lambda: Blocks(is_scaled=True), None),  # a split spans all blocks
         (gemma3, 4),

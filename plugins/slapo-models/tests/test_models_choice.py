@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -108,6 +109,17 @@ def test_the_choice_as_python_gives_the_records(choices: tuple[Choice, Choice]) 
         assert printed["OPTIONS"] == choice.options
         assert as_plain(choice)["candidates"][0]["options"] == json.loads(json.dumps(choice.options))
         assert str(choice).splitlines()[1].startswith(choice.best.row()[0])
+
+
+@pytest.mark.ranks
+def test_the_command_prints_the_table_and_why_meshes_are_left_out(
+    choices: tuple[Choice, Choice], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = dataclasses.replace(choices[1], refused=(("tp=2", "no parameter is split over tp"),))
+    monkeypatch.setattr("slapo_models.choice.search.auto_schedule", lambda *args, **kwargs: choice)
+    done = CliRunner().invoke(make_app(), ["suggest", "mine:net", "--devices", "2", *BATCH])
+    assert done.stdout == f"{choice}\n"
+    assert done.stdout.splitlines()[-1] == "  tp=2: no parameter is split over tp"
 
 
 @pytest.mark.ranks

@@ -10,6 +10,7 @@ from torch import nn
 
 import slapo_core as slapo
 import slapo_pipeline
+from slapo_graph.graph import TracedForward
 from tests.messages import Messages
 
 
@@ -181,3 +182,34 @@ def test_operations_of_a_mixture_of_experts_are_counted():
         attention + experts + router,
         attention + experts + router + head,
     ]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.sums = nn.Linear(8, 8), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.fc(x))
+        return y.sum(1) if x.dim() == 3 and self.sums else y
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x).sum(1) if x.dim() == 3 else torch.relu(x)
+
+
+@pytest.mark.parametrize("odd", [None, "attribute", "rewrite"])
+def test_one_of_equal_traced_blocks_runs_for_the_cut(odd: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    sch = slapo.create_schedule(nn.Sequential(*(Block() for _ in range(5))), example_inputs=(torch.ones(2, 8),))
+    sch["*"].trace(flatten=True).checkpoint()
+    sch["2"].pipeline_split()
+    if odd == "attribute":  # which no recording has read so far
+        sch.model[2].sums = True
+    elif odd == "rewrite":
+        sch["2"].replace(summed, match=torch.relu)
+    ran: list[str] = []
+    call = TracedForward.__call__
+    monkeypatch.setattr(TracedForward, "__call__", lambda self, *args: ran.append(self.path) or call(self, *args))
+    found = slapo.stages(sch, (torch.ones(2, 3, 8),))
+    assert {value.shape for value in found.partition.values.values()} == {(2, 3, 8) if odd is None else (2, 8)}
+    assert ran == (["0", "1"] if odd is None else ["0", "1", "2", "3"])

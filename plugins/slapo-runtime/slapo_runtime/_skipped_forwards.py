@@ -42,7 +42,7 @@ def _skipped_steps(model: nn.Module) -> str:
     return (
         f"a forward was set on this {type(model).__name__} after steps at its root, and does not call the forward of "
         "these steps, which do not run\n"
-        "  hint: set it before slapo_core.create_schedule(model), or apply the steps below the root: "
+        "  hint: set it before slapo.create_schedule(model), or apply the steps below the root: "
         f"sch['*'].checkpoint(); for TRL's trainers: {_FOR_TRL}"
     )
 

@@ -117,7 +117,7 @@ def build(
     """
     if not isinstance(sch, Schedule):
         raise ArgumentError(
-            f"build takes a schedule (got {type(sch).__name__})", hint="build(slapo_core.create_schedule(model))"
+            f"build takes a schedule (got {type(sch).__name__})", hint="build(slapo.create_schedule(model))"
         )
     arguments = UserArguments(
         optimizer=optimizer,

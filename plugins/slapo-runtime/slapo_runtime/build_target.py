@@ -165,7 +165,7 @@ def _warn_if_unverified(schedule: Schedule) -> None:
         dims = ", ".join(f"mesh_dim '{mesh_dim}' ({mesh.size(mesh_dim)} ranks)" for mesh_dim in sharded)
         warn_user(
             f"the schedule shards tensors over {dims} and was never verified with these steps on this mesh: call "
-            "slapo_core.verify(sch, batch) before build(); sch.to_json() keeps its result for replay()",
+            "slapo.verify(sch, batch) before build(); sch.to_json() keeps its result for replay()",
         )
 
 

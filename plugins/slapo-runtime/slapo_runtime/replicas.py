@@ -204,7 +204,7 @@ T = TypeVar("T")
 
 _SHOWN = 4  # names in a message
 _CAUSES = (
-    "slapo_core.verify(sch, batch), before training, finds a missing reduction, e.g. "
+    "slapo.verify(sch, batch), before training, finds a missing reduction, e.g. "
     'sync("bwd_post", "all_reduce"); else give the ranks of a replica the same batches and seeds (torch.manual_seed), '
     "and make the same changes on all of them"
 )
@@ -213,8 +213,8 @@ DIVERGED = (
     "engine.check_replicas(repair=True) continues with the first rank's values"
 )
 DIVERGED_LIVE = (
-    f"{_CAUSES}: slapo_core.clip_grad_norm_(sch, max_norm), not torch's, which scales the gradients of each rank by "
-    "its own norm; slapo_core.state_dict(sch) after each step finds the first step that diverges"
+    f"{_CAUSES}: slapo.clip_grad_norm_(sch, max_norm), not torch's, which scales the gradients of each rank by "
+    "its own norm; slapo.state_dict(sch) after each step finds the first step that diverges"
 )
 IN_PLACE = (
     "engine.load_state_dict(state) changes the main copies; engine.check_replicas(repair=True) restores the forward's"

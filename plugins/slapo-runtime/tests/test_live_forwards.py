@@ -68,7 +68,7 @@ def test_steps_at_the_root_that_a_new_forward_skips_are_warned_of_once(change: C
     found, model = warned(change)
     assert len(found) == 1
     assert "do not run" in found[0]
-    assert "hint: set it before slapo_core.create_schedule(model)" in found[0]
+    assert "hint: set it before slapo.create_schedule(model)" in found[0]
     assert not model._forward_pre_hooks
 
 

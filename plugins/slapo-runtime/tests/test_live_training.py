@@ -283,7 +283,7 @@ def test_torch_s_own_state_dict_of_a_split_model_warns_once(message: Messages) -
     with pytest.warns(UserWarning, match="reference model") as caught:
         pieces = model.state_dict()
     assert len(caught) == 1
-    message(caught[0].message, "3 tensors, e.g. 'fc1.weight', here (4, 6) of (8, 6)", "slapo_core.state_dict(sch)")
+    message(caught[0].message, "3 tensors, e.g. 'fc1.weight', here (4, 6) of (8, 6)", "slapo.state_dict(sch)")
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -297,8 +297,8 @@ def test_loading_full_weights_into_shards_names_the_call(message: Messages) -> N
     for strict in (True, False):
         with pytest.raises(RuntimeError) as error:
             model.load_state_dict(real("mlp").state_dict(), strict=strict)
-        told.update(line.strip() for line in str(error.value).splitlines() if "slapo_core" in line)
-    message(*told, "3 tensors, e.g. 'fc1.weight', here (4, 6) of (8, 6)", "slapo_core.load_state_dict(sch, state)")
+        told.update(line.strip() for line in str(error.value).splitlines() if "slapo.load_state_dict" in line)
+    message(*told, "3 tensors, e.g. 'fc1.weight', here (4, 6) of (8, 6)", "slapo.load_state_dict(sch, state)")
 
 
 def test_save_pretrained_and_copies_of_sharded_models_warn(tmp_path: Path) -> None:

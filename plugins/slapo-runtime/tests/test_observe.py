@@ -18,7 +18,7 @@ import slapo_core as slapo
 from slapo_core.effects import Calls, Effect
 from slapo_core.errors import ArgumentError, SealedError, SlapoError
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.receipts.observation import Observation
+from slapo_runtime.receipts.observation import Kernel, Observation
 from tests.messages import Messages
 
 X = torch.randn(4, 8, dtype=torch.float64)
@@ -244,6 +244,23 @@ def test_what_ranks_differ_in_is_told_with_the_ranks() -> None:
     assert "MISSING: none on rank 1" in str(both)
     again = Observation(1, {"tp": 2}, (one, dataclasses.replace(one, rank=1)))
     assert [found.ranks for found in again.findings] == [()]
+
+
+def test_kernels_are_listed_without_arguments_of_templates() -> None:
+    names = {
+        "void at::native::(anonymous namespace)::dropout<c10::Half, 1>(TensorInfo<float>, int)": "at::native::dropout",
+        "nvjet_sm90_tst_64x8_TNT": "nvjet_sm90_tst_64x8_TNT",
+    }
+    assert [Kernel(name, 1, 1e-5).short_name for name in names] == list(names.values())
+    sch = slapo.create_schedule(nn.Linear(3, 3), example_inputs=(torch.ones(2, 3),))
+    seen = slapo.observe(sch, (torch.ones(2, 3),), loss=lambda output, _: output.sum())
+    ours = dataclasses.replace(seen.ranks[0], kernels=tuple(Kernel(name, 12, 2.816e-05) for name in names))
+    rows = str(dataclasses.replace(seen, ranks=(ours,))).splitlines()[-3:]
+    assert [row.split() for row in rows] == [
+        ["KERNEL", "RUNS", "TIME"],
+        ["at::native::dropout", "12", "28.2", "µs"],
+        ["nvjet_sm90_tst_64x8_TNT", "12", "28.2", "µs"],
+    ]
 
 
 def test_refusals(message: Messages) -> None:

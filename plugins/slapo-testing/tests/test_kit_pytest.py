@@ -75,27 +75,14 @@ def run_pytest(directory: Path, *arguments: str, extra: str = "pass") -> subproc
 
 
 @pytest.mark.slow
-def test_there_is_one_test_id_for_each_check_of_each_case(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, "--collect-only", "-q")
-    listed = [line for line in done.stdout.splitlines() if "::" in line]
-    assert listed == [
-        f"test_mark.py::test_mark[{label}-{check.name}]" for label in ("mark", "mark-2") for check in CHECKS
-    ]
-
-
-@pytest.mark.slow
-def test_a_good_primitive_of_a_test_file_passes(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, "-q", "-rs", "-k", "not light_import and not 2_ranks")
-    assert "15 passed, 5 skipped" in done.stdout, done.stdout
+def test_a_good_primitive_of_a_test_file_passes_each_check_of_each_case(tmp_path: Path) -> None:
+    """Its directory is not on ``sys.path``: ranks and fresh processes import its classes from the file."""
+    done = run_pytest(tmp_path, "-v", "-rs", "--import-mode=importlib")
+    ids = [line.partition(" ")[0] for line in done.stdout.splitlines() if line.startswith("test_mark.py::")]
+    assert ids == [f"test_mark.py::test_mark[{label}-{check.name}]" for label in ("mark", "mark-2") for check in CHECKS]
+    assert "19 passed, 5 skipped" in done.stdout, done.stdout
     assert "the case has no rejects=" in done.stdout
     assert "'mine.mark' was registered in this process" in done.stdout
-
-
-@pytest.mark.slow
-def test_ranks_and_fresh_processes_find_the_classes_of_a_test_file(tmp_path: Path) -> None:
-    """Its directory is not on ``sys.path`` there: its primitive and its model are imported from the file."""
-    done = run_pytest(tmp_path, "-q", "--import-mode=importlib", "-k", "mark-light_import or mark-forward")
-    assert "3 passed" in done.stdout, done.stdout
 
 
 @pytest.mark.slow

@@ -51,10 +51,6 @@ def test_new_package_installs_and_passes_its_tests(tmp_path: Path) -> None:
     assert re.search(r"offload-forward_and_gradients_on_2_ranks\] PASSED", tests), tests
     listed = overlay.slapo("plugins", "list", cwd=package).stdout
     assert re.search(r"^acme-slapo +0\.1\.0 +ok +1 primitives", listed, re.MULTILINE), listed
-    checked = overlay.slapo("plugins", "check", "acme-slapo", cwd=package)
-    assert checked.returncode == 0, checked.stdout
-    assert "forward_and_gradients_on_2_ranks" in checked.stdout
-    assert "has no slapo_cases()" not in checked.stdout
     source = package / "src" / "acme_slapo" / "offload.py"
     without_hooks = source.read_text().replace(
         "torch.autograd.graph.saved_tensors_hooks(pack, unpack)", "torch.enable_grad()"
@@ -75,6 +71,18 @@ def test_new_package_with_a_primitive_of_its_own_passes_its_tests(tmp_path: Path
     overlay.run("-m", "pytest", "-q", cwd=package, check=True)
     overlay.slapo("plugins", "check", "acme-slapo", cwd=package, check=True)
     assert overlay.slapo("primitives", "rms_norm", cwd=package, check=True).stdout.startswith("acme.rms_norm")
+
+
+@pytest.mark.breadth
+@pytest.mark.slow
+def test_the_cases_of_a_new_package_are_found_by_the_command(tmp_path: Path) -> None:
+    overlay = Overlay(tmp_path / "env")
+    overlay.slapo("plugins", "new", "acme-slapo", cwd=tmp_path, check=True)
+    overlay.pip_install("-e", ".", cwd=tmp_path / "acme-slapo")
+    checked = overlay.slapo("plugins", "check", "acme-slapo", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout
+    assert "forward_and_gradients_on_2_ranks" in checked.stdout
+    assert "has no slapo_cases()" not in checked.stdout
 
 
 @pytest.mark.parametrize(("primitive", "kind"), [(None, "Offload"), ("rms_norm", "RmsNorm")])

@@ -61,7 +61,7 @@ def fully_shard(sch: Schedule, *, reshard_after_forward: bool | int | None = Non
     if not isinstance(sch, Schedule):
         raise ArgumentError(
             f"fully_shard takes the schedule (got {type(sch).__name__})",
-            hint="sch = slapo_core.create_schedule(model, mesh={'dp': 2}); slapo_core.fully_shard(sch)",
+            hint="sch = slapo.create_schedule(model, mesh={'dp': 2}); slapo.fully_shard(sch)",
         )
     if sch.is_sealed:
         raise SealedError(

@@ -261,13 +261,7 @@ CASES: dict[str, Case] = {
     "lora, hsdp": (lora, {"dp_replicate": 2, "dp": 2, "tp": 1}, ("checkpoint",), {}),
 }
 WIDE = "bert, hsdp in stages"  # takes eight ranks
-QUICK = (
-    "llama, hsdp",
-    "llama, dp x tp",
-    "llama, stages",
-    "bert, ties over stages",
-    "ties and scales over stages",
-)
+QUICK = ("llama, hsdp", "llama, dp x tp", "ties and scales over stages")
 
 
 def all_of(names: list[str]) -> dict[str, Found]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from slapo_core import Node, Primitive, Record, Schedule, Suggestion, Violation, hookimpl
 from slapo_tp.obligations import (
@@ -77,7 +77,9 @@ def slapo_check(schedule: Schedule) -> Iterator[Violation]:
 
 
 @hookimpl
-def slapo_suggest(schedule: Schedule, gradients: Sequence[str]) -> Iterator[Suggestion]:
-    """Suggest missing or moved reductions, attributes to divide, and norms to split."""
+def slapo_suggest(
+    schedule: Schedule, gradients: Sequence[str], splits: Mapping[str, tuple[int, ...]]
+) -> Iterator[Suggestion]:
+    """Suggest missing or moved reductions, other splits, attributes to divide, and norms to split."""
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
-        yield from suggestions(schedule, gradients, mesh_dim)
+        yield from suggestions(schedule, gradients, splits, mesh_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from slapo_core import Change, Node, Record, Schedule, Suggestion
 from slapo_core.internals import children_of
 from slapo_tp.attributes import ShardAttribute
-from slapo_tp.layers import layer_type_of
+from slapo_tp.layers import Role, layer_type_of
 from slapo_tp.shard import Shard
 from slapo_tp.split_state import (
     as_tuple,
@@ -27,16 +27,20 @@ from slapo_tp.split_state import (
     split_together,
     weight_name,
 )
+from slapo_tp.splits import packed_sizes
 from slapo_tp.sync import Sync
 from slapo_tp.sync_gradient import SyncGradient
 
 
-def suggestions(schedule: Schedule, gradients: Sequence[str], mesh_dim: str) -> Iterator[Suggestion]:
+def suggestions(
+    schedule: Schedule, gradients: Sequence[str], splits: Mapping[str, tuple[int, ...]], mesh_dim: str
+) -> Iterator[Suggestion]:
     """Yield steps that may be missing along ``mesh_dim``, likely ones first.
 
     Args:
         schedule: the wrong one.
         gradients: full names of the parameters whose gradients differ; empty where the output does.
+        splits: paths of layers whose output is split, with the sizes.
         mesh_dim: of several ranks, along which a step works.
     """
     assert schedule.mesh is not None
@@ -44,15 +48,23 @@ def suggestions(schedule: Schedule, gradients: Sequence[str], mesh_dim: str) -> 
         return
     nodes = list(schedule.root.walk())
     if gradients:
-        yield from _suggest_sync_gradients(schedule.root, gradients, mesh_dim)
+        sums = list(_suggest_sync_gradients(schedule.root, gradients, mesh_dim))
+        is_local = len({_pattern(name.rpartition(".")[0]) for name in gradients}) <= _FEW
+        yield from sums if is_local else ()
         yield from _suggest_gradient_reductions(nodes, mesh_dim)
+        yield from () if is_local else sums  # where all gradients before a layer are partial, one reduction is better
         yield from _suggest_inputs(schedule, mesh_dim)
         yield from _suggest_other_places(schedule, mesh_dim, ("bwd_post", "backward"), makes_gradient_partial)
     else:
         yield from _suggest_reductions(nodes, mesh_dim)
         yield from _suggest_norms(nodes, mesh_dim)
-        yield from _suggest_attributes(nodes, mesh_dim, schedule.mesh.size(mesh_dim))
+        yield from _suggest_attributes(nodes, splits, mesh_dim, schedule.mesh.size(mesh_dim))
         yield from _suggest_other_places(schedule, mesh_dim, ("fwd_post", "forward"), _is_partial)
+        yield from _suggest_axes(schedule, mesh_dim)
+        yield from _suggest_packed(schedule, splits, mesh_dim)
+
+
+_FEW = 2  # places of gradients that may be partial each by itself
 
 
 def _suggest_reductions(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
@@ -225,7 +237,7 @@ def _alike(schedule: Schedule, is_it: Callable[[Any], bool], mesh_dim: str) -> l
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in schedule.records:
         step: Any = record.primitive
-        if is_it(step) and step.mesh_dim == mesh_dim and not callable(step.op):
+        if is_it(step) and step.mesh_dim == mesh_dim and not callable(getattr(step, "op", None)):
             groups.setdefault((_pattern(record.path), str(step)), []).append(record)
     return list(groups.values())
 
@@ -240,6 +252,38 @@ def _node(root: Node, path: str) -> Node | None:
     except LookupError:
         return None  # a step replaced the module
     return found
+
+
+# -- other splits ---------------------------------------------------------------------------------------------
+
+
+def _suggest_axes(schedule: Schedule, mesh_dim: str) -> Iterator[Suggestion]:
+    """Split a layer on its input axis in place of its output axis, or the reverse."""
+    for records in _alike(schedule, lambda step: isinstance(step, Shard), mesh_dim):
+        node, step = _node(schedule.root, records[0].path), records[0].primitive
+        kind = layer_type_of(node.module) if node is not None else None
+        if node is None or kind is None or not isinstance(step, Shard) or kind.weight not in as_tuple(step.names):
+            continue
+        own = kind.role(step.axis % len(kind.axes))
+        role: Role | None = "input" if own == "output" else "output" if own == "input" else None
+        axis = kind.axis_of(role) if role is not None else None
+        if axis is not None:
+            names = (kind.weight, *(("bias",) if role == "output" and own_tensor(node, "bias") is not None else ()))
+            other = Shard(names if len(names) > 1 else kind.weight, axis=axis, mesh_dim=mesh_dim)
+            yield Suggestion(tuple(Change(record.path, other, instead_of=record) for record in records))
+
+
+def _suggest_packed(schedule: Schedule, splits: Mapping[str, tuple[int, ...]], mesh_dim: str) -> Iterator[Suggestion]:
+    """Split a layer in the matrices into which the model splits its output."""
+    for records in _alike(schedule, lambda step: isinstance(step, Shard), mesh_dim):
+        node, step = _node(schedule.root, records[0].path), records[0].primitive
+        sizes = splits.get(records[0].path, ())
+        if node is None or not isinstance(step, Shard) or output_state(node, mesh_dim) != "split" or not sizes:
+            continue
+        if packed_sizes(step.packed, sum(sizes), step.shards) != sizes:
+            other = dataclasses.replace(step, packed=len(sizes) if len(set(sizes)) == 1 else sizes)
+            changes = tuple(Change(record.path, other, instead_of=record) for record in records)
+            yield Suggestion(changes, likely=True)
 
 
 # -- sizes that do not fit the shards -------------------------------------------------------------------------
@@ -270,12 +314,16 @@ def _full_features(node: Node, mesh_dim: str) -> int:
     return node.layout(kind.weight).shape[axis] if kind is not None and axis is not None else 0
 
 
-def _suggest_attributes(nodes: Sequence[Node], mesh_dim: str, size: int) -> Iterator[Suggestion]:
+def _suggest_attributes(
+    nodes: Sequence[Node], splits: Mapping[str, tuple[int, ...]], mesh_dim: str, size: int
+) -> Iterator[Suggestion]:
     """Divide counts and sizes of modules with layers split on their output."""
     tried: dict[tuple[str, ...], list[str]] = {}
     for node in nodes:
-        features = {_full_features(child, mesh_dim) for child in _split_children(node, mesh_dim)}
-        for names in _attribute_sets(node, features - {0}, size):
+        children = _split_children(node, mesh_dim)
+        features = {_full_features(child, mesh_dim) for child in children} - {0}
+        matrices = {extent for child in children for extent in splits.get(child.path, ())}
+        for names in _attribute_sets(node, features, matrices, size):
             tried.setdefault((type(node.module).__qualname__, *names), []).append(node.path)
     for number, ((_, *divided), paths) in enumerate(tried.items()):
         step = ShardAttribute(divided[0] if len(divided) == 1 else tuple(divided), mesh_dim=mesh_dim)
@@ -287,9 +335,15 @@ def _split_children(node: Node, mesh_dim: str) -> list[Node]:
     return [child for child in children if output_state(child, mesh_dim) == "split"]
 
 
-def _attribute_sets(node: Node, features: Iterable[int], size: int) -> Iterator[tuple[str, ...]]:
-    """Yield sets of attributes to divide together: head counts and widths."""
-    full = set(features)
+def _attribute_sets(node: Node, full: set[int], matrices: set[int], size: int) -> Iterator[tuple[str, ...]]:
+    """Yield sets of attributes to divide together: head counts and widths.
+
+    Args:
+        node: the module.
+        full: the features of its split layers.
+        matrices: the sizes into which their outputs are split.
+        size: the number of ranks.
+    """
     if not full:
         return
     known = {
@@ -299,7 +353,7 @@ def _attribute_sets(node: Node, features: Iterable[int], size: int) -> Iterator[
     }
     counts = [name for name, value in known.items() if any(extent % value == 0 and extent > value for extent in full)]
     heads = [name for name in counts if re.search("head|group", name) and not re.search("dim|size|width", name)]
-    parts = {extent // number for extent in full for number in (1, 2, 3) if extent % number == 0}
+    parts = {extent // number for extent in full for number in (1, 2, 3) if extent % number == 0} | matrices
     widths = [name for name, value in known.items() if value in parts and name not in heads]
     heads = heads or [name for name in counts if name not in widths and not re.search("dim|size|width|idx|index", name)]
     sets = [heads, [*heads, *widths], widths, *([name] for name in (*widths, *heads))]

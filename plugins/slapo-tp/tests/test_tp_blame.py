@@ -16,7 +16,7 @@ from slapo_tp import Shard, ShardAttribute, Sync, SyncGradient
 
 pytestmark = pytest.mark.ranks
 preload_modules("transformers.models.gpt2.modeling_gpt2", "transformers.models.qwen3.modeling_qwen3")
-preload_modules("transformers.models.t5.modeling_t5")
+preload_modules("transformers.models.t5.modeling_t5", "transformers.models.phi3.modeling_phi3")
 
 Steps = list[tuple[str, slapo.Primitive]]
 IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(3))
@@ -63,6 +63,25 @@ def split_qwen3() -> Steps:
         steps += [(layer, Sync("bwd_post", "all_reduce", inputs=("hidden_states",)))]
         steps += [(f"{layer}.o_proj", Shard("weight", axis=1)), (f"{layer}.o_proj", Sync("forward"))]
         steps += [(f"{layer}.{name}_norm", SyncGradient("weight")) for name in "qk"]
+    return steps
+
+
+def phi3() -> nn.Module:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        pad_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config)
+
+
+def split_phi3(packed: int = 2) -> Steps:
+    steps: Steps = []
+    for mlp in ("model.layers.0.mlp", "model.layers.1.mlp"):
+        steps += [(f"{mlp}.gate_up_proj", Shard("weight", axis=0, packed=packed))]
+        steps += [(f"{mlp}.gate_up_proj", Sync("backward"))]
+        steps += [(f"{mlp}.down_proj", Shard("weight", axis=1)), (f"{mlp}.down_proj", Sync("forward"))]
     return steps
 
 
@@ -255,6 +274,32 @@ def split_channels(*norm: str) -> Steps:
     return steps
 
 
+class Gate(nn.Module):
+    """One layer of values and of narrower gates, which it splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.up, self.down = 12, nn.Linear(8, 16), nn.Linear(12, 8)
+        self.gates = 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, gates = self.up(x).split([self.values, self.gates], dim=-1)
+        return x + self.down(values * gates.repeat_interleave(3, -1))
+
+
+class GateModel(Ids):
+    block = Gate
+
+
+def split_gates(packed: Any = (12, 4), *, counts: bool = True) -> Steps:
+    steps: Steps = []
+    for layer in ("layers.0", "layers.1"):
+        steps += [(f"{layer}.up", Shard(("weight", "bias"), axis=0, packed=packed)), (f"{layer}.up", Sync("backward"))]
+        steps += [(layer, ShardAttribute(("values", "gates")))] if counts else []
+        steps += [(f"{layer}.down", Shard("weight", axis=1)), (f"{layer}.down", Sync("forward"))]
+    return steps
+
+
 class Expert(nn.Module):
     """Bare parameters, as GPT-OSS has them."""
 
@@ -296,7 +341,7 @@ def with_other(steps: Steps, path: str, name: str, **changes: Any) -> Steps:
     return changed
 
 
-H = "transformer.h.1"
+H, L = "transformer.h.1", "model.layers.1.self_attn"
 STATISTICS = ("weight", "bias", "running_mean", "running_var")
 Q = "model.layers.{}.self_attn.{}_norm"
 T = "encoder.block.{}.layer.0.SelfAttention"
@@ -306,6 +351,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Steps]]] = {
     "counts of heads": (gpt2, lambda: [each for each in split_gpt2() if each[1].name != "tp.shard_attribute"]),
     "counts of one layer": (gpt2, lambda: without(split_gpt2(), (f"{H}.attn", "tp.shard_attribute"))),
     "packed": (gpt2, lambda: with_other(split_gpt2(), f"{H}.attn.c_attn", "tp.shard", packed=1)),
+    "packed in all layers": (phi3, lambda: split_phi3(packed=1)),
+    "other sizes": (GateModel, lambda: split_gates((4, 12))),
+    "sizes of the parts": (GateModel, lambda: split_gates(counts=False)),
+    "packed, and a sync": (GateModel, lambda: without(split_gates(1), ("layers.1.down", "tp.sync"))),
+    "other axis": (
+        gpt2,
+        lambda: [
+            (path, Shard("weight", axis=1) if path.endswith("mlp.c_proj") and step.name == "tp.shard" else step)
+            for path, step in split_gpt2()
+        ],
+    ),
+    "other axis of one": (qwen3, lambda: with_other(split_qwen3(), f"{L}.o_proj", "tp.shard", axis=0)),
     "norms of heads": (qwen3, lambda: without(split_qwen3(), *NORMS)),
     "one norm of heads": (qwen3, lambda: without(split_qwen3(), NORMS[3])),
     "coupled attention": (t5, lambda: without(split_t5(), (f"{T.format(1)}.k", "tp.sync"))),
@@ -360,6 +417,7 @@ def verify_all() -> dict[str, tuple[str, tuple[str, ...]] | None]:
         "right gpt2": (gpt2, split_gpt2), "right qwen3": (qwen3, split_qwen3), "right t5": (t5, split_t5),
         "right sequence": (SequenceParallel, split_sequence), "right low rank": (LowRankModel, split_low_rank),
         "right blocks": (Ids, lambda: split_blocks("layers.0.up", "layers.1.up")),
+        "right phi3": (phi3, split_phi3), "right gates": (GateModel, split_gates),
         "right channels": (ChannelsModel, lambda: split_channels(*STATISTICS)),
         "right channels, called": (ChannelsModel, lambda: split_channels(*STATISTICS)),
     }  # fmt: skip
@@ -383,7 +441,7 @@ def suggested(answer: tuple[str, tuple[str, ...]]) -> str:
 
 
 def test_the_right_schedules_agree(answers: dict[str, Any]) -> None:
-    assert [answers[name] for name in answers if name.startswith("right")] == [None] * 8
+    assert [answers[name] for name in answers if name.startswith("right")] == [None] * 10
 
 
 def test_attributes_that_nobody_divided_are_named_with_the_call(answers: dict[str, Any]) -> None:
@@ -391,14 +449,14 @@ def test_attributes_that_nobody_divided_are_named_with_the_call(answers: dict[st
     assert "modeling_gpt2.py:" in message  # the line that raises
     assert all(".attn" in step for step in steps)
     divide = "shard_attribute(('num_heads', 'embed_dim', 'split_size'))"
-    assert suggested(answers["counts of heads"]) == "; ".join(
-        f"add sch['transformer.h.{layer}.attn'].{divide}" for layer in range(2)
-    )
+    assert suggested(answers["counts of heads"]) == f"add sch['transformer.h.*.attn'].{divide}"
+    both = "add sch['layers.*'].shard_attribute(('values', 'gates'))"
+    assert suggested(answers["sizes of the parts"]) == both
 
 
 def test_an_argument_whose_gradient_is_not_reduced_or_too_many_are_is_named(answers: dict[str, Any]) -> None:
     sync = "sync('bwd_post', op='all_reduce', inputs=('scale', 'x'))"
-    write = "; ".join(f"write sch['layers.{layer}.up'].{sync} in place of #{2 + 4 * layer}" for layer in range(2))
+    write = f"write sch['layers.*.up'].{sync} in place of #2,6"
     assert suggested(answers["an argument too few"]) == write
     assert len(answers["an argument too few"][1]) == 2
 
@@ -418,20 +476,39 @@ def test_a_fused_weight_that_is_split_as_one_is_named(answers: dict[str, Any]) -
     assert answers["packed"][1] == (f"#10 shard(('weight', 'bias'), axis=1) at '{H}.attn.c_attn'",)
 
 
+def test_the_sizes_into_which_the_model_splits_an_output_are_tried_as_packed(answers: dict[str, Any]) -> None:
+    write = "write sch['model.layers.*.mlp.gate_up_proj'].shard('weight', axis=0, packed=2) in place of #1,5"
+    assert suggested(answers["packed in all layers"]) == write
+    assert "#1,5 shard('weight', axis=0) at 'model.layers.{0-1}.mlp.gate_up_proj'" in answers["packed in all layers"][0]
+    write = "write sch['layers.*.up'].shard(('weight', 'bias'), axis=0, packed=(12, 4)) in place of #1,6"
+    assert suggested(answers["other sizes"]) == write
+    assert "packed=(" not in suggested(answers["packed, and a sync"])  # alone it makes nothing agree
+
+
+def test_a_split_of_the_other_axis_is_named_with_the_layer_that_raises(answers: dict[str, Any]) -> None:
+    message, _ = answers["other axis"]
+    write = "write sch['transformer.h.*.mlp.c_proj'].shard('weight', axis=0) in place of #8,17"
+    assert suggested(answers["other axis"]) == write
+    where = message.splitlines()[0].partition("('transformer.h.0.mlp.c_proj', ")[2]
+    assert "/transformers/" in where  # the innermost line outside of torch and slapo
+    write = f"write sch['{L}.o_proj'].shard('weight', axis=1) in place of #13"
+    assert suggested(answers["other axis of one"]) == write
+
+
 def test_gradients_that_only_have_to_be_summed_are_named(answers: dict[str, Any]) -> None:
     assert sorted(suggested(answers["norms of heads"]).split("; ")) == [
-        f"add sch['{path}'].sync_gradient('weight')" for path, _ in sorted(NORMS)
+        f"add sch['{Q.format('*', name)}'].sync_gradient('weight')" for name in "kq"
     ]
-    assert sorted(suggested(answers["norms of the sequence"]).split("; ")) == [
-        f"add sch['layers.{index}.norm'].sync_gradient(('bias', 'weight'))" for index in range(2)
-    ]
+    norm = "add sch['layers.*.norm'].sync_gradient(('bias', 'weight'))"
+    assert suggested(answers["norms of the sequence"]) == norm
 
 
 def test_blocks_that_work_only_together_are_narrowed_down(answers: dict[str, Any]) -> None:
     assert suggested(answers["coupled attention"]) == f"add sch['{T.format(1)}.k'].sync('backward')"
     message, steps = answers["coupled attentions"]
-    assert suggested(answers["coupled attentions"]).endswith(".k'].sync('bwd_post', op='all_reduce')")
-    assert "  and likewise at encoder.block." in message
+    added = f"add sch['{T.format('*')}.k'].sync('bwd_post', op='all_reduce')"
+    assert suggested(answers["coupled attentions"]) == added
+    assert "likewise" not in message
     assert all(".k'" in step for step in steps)
     assert answers["relative bias"][1] == (f"#1 shard('weight', axis=0) at '{T.format(0)}.q'",)
 
@@ -450,15 +527,13 @@ def test_a_gradient_that_is_summed_twice_is_blamed_on_the_step_that_sums_it(answ
 
 
 def test_a_reduction_around_a_residual_is_named_with_its_place(answers: dict[str, Any]) -> None:
-    assert suggested(answers["residuals"]) == "; ".join(
-        f"leave #{2 + 4 * layer} sync('bwd_post', op='all_reduce') at 'layers.{layer}' out; "
-        f"add sch['layers.{layer}.up'].sync('bwd_post', op='all_reduce')"
-        for layer in range(2)
+    assert suggested(answers["residuals"]) == (
+        "leave #2,6 sync('bwd_post', op='all_reduce') at 'layers.{0-1}' out; "
+        "add sch['layers.*.up'].sync('bwd_post', op='all_reduce')"
     )
-    assert suggested(answers["sums around residuals"]) == "; ".join(
-        f"leave #{4 + 4 * layer} sync('fwd_post', op='all_reduce') at 'layers.{layer}' out; "
-        f"add sch['layers.{layer}.down'].sync('fwd_post', op='all_reduce')"
-        for layer in range(2)
+    assert suggested(answers["sums around residuals"]) == (
+        "leave #4,8 sync('fwd_post', op='all_reduce') at 'layers.{0-1}' out; "
+        "add sch['layers.*.down'].sync('fwd_post', op='all_reduce')"
     )
     moved = "leave #6 sync('bwd_post', op='all_reduce') at 'layers.1' out; add sch['layers.1.up']"
     assert suggested(answers["one residual"]) == f"{moved}.sync('bwd_post', op='all_reduce')"
@@ -469,9 +544,7 @@ def test_norms_over_split_channels_that_are_not_split_say_so_where_they_raise(an
     assert "running_mean should contain 2 elements not 4" in message
     assert all("at 'layers." in step for step in steps)
     split = "shard(('weight', 'bias', 'running_mean', 'running_var'), axis=0)"
-    assert suggested(answers["norms of channels"]) == "; ".join(
-        f"add sch['layers.{layer}.bn1'].{split}" for layer in range(2)
-    )
+    assert suggested(answers["norms of channels"]) == f"add sch['layers.*.bn1'].{split}"
 
 
 def test_a_bare_parameter_that_every_rank_adds_is_named(answers: dict[str, Any]) -> None:

@@ -37,6 +37,14 @@ class Model(nn.Module):
         return self.head(self.second(self.norm(self.first(x))))
 
 
+class Dropping(Model):
+    """Dropout of full tensors at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.head = nn.Sequential(self.head, nn.Dropout(0.5))
+
+
 class Near(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) * 1.0001
@@ -119,6 +127,11 @@ def all_cases(mesh: dict[str, int] = MESH) -> dict[str, object]:
     sharded["norm"].replace(near, rtol=1e-2)
     sharded["head"].shard(["weight", "bias"], axis=0).sync("backward").sync("forward")
     found["around"] = _notes_or_error(sharded)
+    dropping = slapo.create_schedule(Dropping(), mesh=mesh)
+    dropping["second.up"].shard(["weight", "bias"], axis=0)  # its input gradient stays partial
+    dropping["second.down"].shard("weight", axis=1).sync("forward")
+    dropping["norm"].replace(near, rtol=1.0)
+    found["dropping"] = blamed(dropping)
     return found
 
 
@@ -135,6 +148,9 @@ def check(found: dict[str, object], size: int, message: Messages) -> None:
         text, steps = found[key]  # type: ignore[misc]
         assert steps == ["#10 replace"], text
         assert f"without {left_out}, because the tolerance" in text
+    text, steps = found["dropping"]  # type: ignore[misc]
+    assert ("add sch['second.up'].sync('bwd_post', op='all_reduce')" in text) == (size > 1), text
+    assert "dropout" not in text
     for key in ("inside, True", "inside, False"):
         (note,) = found[key]  # type: ignore[misc]
         message(note, "(#1 at 'first')", ": #2 tp.shard at 'first.left', #3 tp.sync at 'first.left'")

@@ -195,6 +195,10 @@ def check_build_and_verify() -> None:
         sch.model(ids)  # the first training forward of a loop without build
     with pytest.raises(slapo.VerifyError) as differs:
         slapo.verify(sch, ids)
+    assert "which then agrees: add sch['block.2'].sync('fwd_post', op='all_reduce')" in str(differs.value)
+    assert "missing: " not in str(differs.value)
+    with pytest.raises(slapo.VerifyError) as differs:
+        slapo.verify(sch, ids, blame_seconds=0)
     assert f"\n  missing: {missing}" in str(differs.value)
 
     sch.undo()

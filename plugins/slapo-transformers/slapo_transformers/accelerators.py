@@ -56,7 +56,7 @@ def attach(accelerator: Accelerator, sch: Schedule) -> None:
         plugin = "torch.compile" if kind in ("NO", "MULTI_CPU", "MULTI_GPU") else kind
         raise ArgumentError(
             f"the accelerator is set up for {plugin}, which would change the scheduled model",
-            hint="Accelerator() without a plugin; compile by sch[...].compile(), shard by slapo_core.fully_shard(sch)",
+            hint="Accelerator() without a plugin; compile by sch[...].compile(), shard by slapo.fully_shard(sch)",
         )
     if accelerator.dispatch_batches:
         raise ArgumentError(
@@ -85,7 +85,7 @@ def check_schedule(sch: Any, world_size: int | None) -> None:
     if not isinstance(sch, Schedule):
         raise ArgumentError(
             f"schedule must be a schedule (got {type(sch).__name__})",
-            hint="sch = slapo_core.create_schedule(model, mesh={'tp': 2})",
+            hint="sch = slapo.create_schedule(model, mesh={'tp': 2})",
         )
     mesh = sch.mesh
     if mesh is None:
@@ -95,7 +95,7 @@ def check_schedule(sch: Any, world_size: int | None) -> None:
             raise MeshError(
                 f"the mesh {mesh} has {mesh.size(mesh_dim)} ranks along '{mesh_dim}', which a loop of transformers or "
                 "accelerate does not run",
-                hint="slapo_core.build(sch, optimizer=...) trains pipeline stages; here: 'dp_replicate', 'dp' and 'tp'",
+                hint="slapo.build(sch, optimizer=...) trains pipeline stages; here: 'dp_replicate', 'dp' and 'tp'",
             )
     if mesh.is_abstract:
         raise MeshError(f"the mesh {mesh} is abstract: no processes train this model", hint=mesh.launch_hint())
@@ -107,7 +107,7 @@ def check_schedule(sch: Any, world_size: int | None) -> None:
     if mesh.size("dp_replicate") > 1 and not isinstance(sch.model, FSDPModule):
         raise MeshError(
             f"the mesh {mesh} has several ranks along 'dp_replicate' without fully_shard",
-            hint="slapo_core.fully_shard(sch) before; or one dimension 'dp' of all replicas",
+            hint="slapo.fully_shard(sch) before; or one dimension 'dp' of all replicas",
         )
 
 

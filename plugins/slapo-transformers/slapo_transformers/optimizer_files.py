@@ -51,7 +51,7 @@ def named(state: Mapping[str, Any], sch: Schedule, optimizer: torch.optim.Optimi
             raise OptimizerError(
                 f"the saved groups have {saved} parameters by number, the groups of {type(optimizer).__name__} "
                 f"{[len(one) for one in names]}",
-                hint="save slapo_core.optimizer_state_dict(sch, optimizer), by names",
+                hint="save slapo.optimizer_state_dict(sch, optimizer), by names",
             )
     name_of = {
         number: name

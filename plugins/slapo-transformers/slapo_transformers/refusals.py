@@ -12,8 +12,8 @@ _REFUSED = {
         "replaces modules and the forward of the model",
         'sch.linear_cross_entropy(implementation="liger"), and replace or fuse steps for other kernels',
     ),
-    "deepspeed": ("trains by another runtime", 'slapo_core.build(sch, target="deepspeed", config=...)'),
-    "fsdp": ("shards parameters over all ranks", 'create_schedule(model, mesh={"dp": 2}); slapo_core.fully_shard(sch)'),
+    "deepspeed": ("trains by another runtime", 'slapo.build(sch, target="deepspeed", config=...)'),
+    "fsdp": ("shards parameters over all ranks", 'create_schedule(model, mesh={"dp": 2}); slapo.fully_shard(sch)'),
     "parallelism_config": ("declares another mesh", 'create_schedule(model, mesh={"dp": 2, "tp": 2})'),
     "save_on_each_node": ("writes on one rank of each node", "an output_dir that all nodes share"),
 }

@@ -70,7 +70,7 @@ class Winner:
         if self.document is None:
             raise StudyError(
                 f"trial {self.number} has no schedule document: {self.reason}",
-                hint="sch = slapo_core.create_schedule(model, mesh=...); schedule(sch, best.point) of the study",
+                hint="sch = slapo.create_schedule(model, mesh=...); schedule(sch, best.point) of the study",
             )
         mesh = mesh if mesh is not None else self.mesh
         return slapo.replay(model, self.document, mesh=mesh, example_inputs=example_inputs)

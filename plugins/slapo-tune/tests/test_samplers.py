@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slapo_core.errors import UnknownNameError
+from slapo_testing.conformance import check_plugin
 from slapo_testing.distributions import FakeEnvironment
 from slapo_tune.cases import sampler_checks
 from tests.dists.healthy import acme, with_sampler
@@ -35,13 +36,12 @@ def test_sampler_is_listed_shown_and_checked_as_a_plugin(fake_distributions: Fak
     assert listed.returncode == 0, listed.stderr
     assert listed.stdout.splitlines()[1].split() == ["acme-slapo", "1.0", "ok", "acme.last"]
     assert "samplers  acme.last  acme_slapo:Thing" in fake_distributions.slapo("plugins", "show", "acme-slapo").stdout
-    checked = fake_distributions.slapo("plugins", "check", "acme-slapo")
-    assert checked.returncode == 0, checked.stdout
-    lines = [line.split()[3:] for line in checked.stdout.splitlines() if "acme.last" in line]
-    assert lines == [
-        ["load", "passed"],
-        ["proposes_points_of_the_space_once", "passed"],
-        ["same_arguments_same_proposal", "passed"],
+    registry = fake_distributions.registry(with_installed=True)
+    found = list(check_plugin(registry.plugin("acme-slapo"), registry))
+    assert [(one.check, one.outcome) for one in found if one.subject == "acme.last"] == [
+        ("load", "passed"),
+        ("proposes_points_of_the_space_once", "passed"),
+        ("same_arguments_same_proposal", "passed"),
     ]
 
 
@@ -104,6 +104,8 @@ def test_kit_catches(fake_distributions: FakeEnvironment, fault: str) -> None:
 @pytest.mark.slow
 def test_sampler_without_its_library_is_skipped(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(with_sampler("import a_library_that_is_not_there"))
-    checked = fake_distributions.slapo("plugins", "check", "acme-slapo")
-    assert checked.returncode == 0, checked.stdout
-    assert checked.stdout.count("skipped  No module named 'a_library_that_is_not_there'") == 2
+    registry = fake_distributions.registry(with_installed=True)
+    found = list(check_plugin(registry.plugin("acme-slapo"), registry))
+    skipped = [one.message for one in found if one.outcome == "skipped"]
+    assert skipped == ["No module named 'a_library_that_is_not_there'"] * 2
+    assert {one.outcome for one in found} == {"passed", "skipped"}

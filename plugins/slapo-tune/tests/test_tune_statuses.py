@@ -53,8 +53,12 @@ EXPECTED = {
 }
 
 
+FURTHER = ("rank_1_leaves", "exits", "killed", "typed_no_memory", "batch_raises", "schedule_raises")
+TRIED = [does for does in EXPECTED if os.environ.get("SLAPO_TEST_WHOLE") or does not in FURTHER]
+
+
 def space_of_all(s: Any) -> None:
-    s.choose("does", list(EXPECTED))
+    s.choose("does", TRIED)
 
 
 def space_of_hanging(s: Any) -> None:
@@ -117,7 +121,7 @@ def assert_clean(left: Path, processes: int) -> None:
 def test_trials_get_their_status_and_leave_no_processes(tmp_path: Path, left: Path, message: Messages) -> None:
     result = searched(tmp_path, space_of_all, timeout=100.0)
     trials: dict[str, Trial] = {trial.point["does"]: trial for trial in result.trials}
-    for does, (status, reason) in EXPECTED.items():
+    for does, (status, reason) in ((does, EXPECTED[does]) for does in TRIED):
         assert (does, trials[does].status) == (does, status), trials[does].reason
         assert reason in trials[does].reason
         if status == "wrong" and does != "loss_is_infinite":  # which either rank may say first

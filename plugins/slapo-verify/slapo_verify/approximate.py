@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slapo_core.internals import fold_numbers
+from slapo_verify.compare import Tolerance
 from slapo_verify.kinds import EARLY
 from slapo_verify.search import is_below
 from slapo_verify.trials import ReferenceRun, ScheduleTrials, TrialResult
@@ -77,6 +79,30 @@ def without_approximate_steps(
 def _is_loose(record: Record) -> bool:
     promise = record.primitive.equivalence
     return promise.rtol > 0 or promise.atol > 0
+
+
+_ROUGH = 0.1  # of the largest element
+
+
+def loose(
+    records: Sequence[Record], tolerance: Tolerance, element: float, strict: Sequence[Record], *, given: bool
+) -> str:
+    """Describe what a tolerance of a tenth of the largest element, or more, says nothing about; "" for less.
+
+    Args:
+        records: all steps of the schedule.
+        tolerance: of their comparison.
+        element: the largest of the outputs.
+        strict: the steps that were compared once more without the approximate ones.
+        given: whether the user gave the tolerance.
+    """
+    share = tolerance.rtol + (tolerance.atol / element if element else 0.0)
+    unknown = tuple(record for record in records if given or _is_loose(record))
+    if share < _ROUGH or not unknown:
+        return ""
+    which = f"#{fold_numbers([record.index for record in unknown])}"
+    others = f"; without {'it' if len(unknown) == 1 else 'them'}, the rest agrees" if strict and not given else ""
+    return f"within {100 * share:.0f} % of the largest element: the numbers say nothing about {which}{others}"
 
 
 def _parts(strict: Sequence[Record], loose: Sequence[Record]) -> Iterator[tuple[Record, ...]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from slapo_core.internals import fold_numbers, fold_paths
 from slapo_core.primitive import Change, Record, Suggestion
 from slapo_verify.fixes import Fix, Suggest, applied, as_the_others, change_pattern, find_fix, first_fix, without_one
-from slapo_verify.search import SINGLE_STEPS, Failed, Search, Steps, Try, block_pattern, is_below, nearest, record_line
+from slapo_verify.search import SINGLE_STEPS, Failed, Search, Steps, Try, block_pattern, is_below, nearest, record_lines
 
 _MAX_FIX_TRIALS = 60  # further trials of other steps
 _FEW = 24  # steps tried one by one in the remaining part
@@ -27,6 +29,7 @@ class Blame:
         likewise: paths of repeated blocks whose steps fail in the same way.
         trials: how many copies were tried.
         suggestion: what makes the schedule agree, tried on a copy; None if nothing did.
+        paths: of all modules.
         of_part: whether only the part that was looked at agrees with it, because there are more mistakes.
         alone: whether there is one step, which fails alone.
         among: the number of steps that fail only together, of which the records are the nearest; 0 if they are all.
@@ -40,6 +43,7 @@ class Blame:
     likewise: tuple[str, ...] = ()
     trials: int = 0
     suggestion: Suggestion | None = None
+    paths: Sequence[str] = ()
     of_part: bool = False
     alone: bool = False
     among: int = 0
@@ -59,11 +63,11 @@ class Blame:
                 "  no step causes it: the same steps on a fresh copy of the reference model agree, so the "
                 "scheduled model, or its weights, were changed outside of the schedule"
             )
-        shown = [*map(record_line, self.records)]
-        likewise = [f"  and likewise at {', '.join(self.likewise)}"] if self.likewise else []
+        likewise = [f"  and likewise at {_folded(self.likewise)}"] if self.likewise else []
         copy = "a copy with the steps around it alone" if self.of_part else "a copy"
-        fixed = [f"  suggestion, tried on {copy}, which then agrees: {self.suggestion}"] if self.suggestion else []
-        return "\n".join([f"  {self._how()}", *shown, *likewise, *fixed])
+        changes = _changes(self.suggestion.changes, self.paths) if self.suggestion is not None else ()
+        fixed = [f"  suggestion, tried on {copy}, which then agrees: {'; '.join(changes)}"] if changes else []
+        return "\n".join([f"  {self._how()}", *record_lines(self.records), *likewise, *fixed])
 
     def _how(self) -> str:
         if self.placed:
@@ -72,8 +76,8 @@ class Blame:
         ended = "; search stopped: verify(..., blame_seconds=None) goes on" if self.stopped else ended
         if not self.proven and self.among:
             return (
-                f"the cause is not known: {self.among} steps fail only together, as far as {self.trials} trials tell"
-                f"{ended}; those nearest to this tensor are:"
+                f"no single step explains it: {self.among} steps are wrong only in combination ({self.trials} trials"
+                f"{ended}); those nearest to this tensor are:"
             )
         if not self.proven:
             found = f"the cause could not be narrowed down in {self.trials} trials{ended}"
@@ -83,6 +87,48 @@ class Blame:
         if self.suggestion is not None and all(change.instead_of is None for change in self.suggestion.changes):
             return f"a step is missing{' at these' if self.records else ''}, tried on fresh copies of the model:"
         return "the steps that cause it, tried on fresh copies of the model:"
+
+
+def _folded(paths: Sequence[str]) -> str:
+    """Format paths; equal ones in repeated blocks as one."""
+    alike: dict[str, list[str]] = {}
+    for path in paths:
+        alike.setdefault(block_pattern(path), []).append(path)
+    return ", ".join(map(fold_paths, alike.values()))
+
+
+def _changes(changes: Sequence[Change], paths: Sequence[str]) -> Iterator[str]:
+    """Format changes; equal ones in all repeated blocks as one call.
+
+    Args:
+        changes: of a suggestion.
+        paths: of all modules.
+    """
+    alike: dict[tuple[object, ...], list[Change]] = {}
+    for change in changes:
+        old = str(change.instead_of.primitive) if change.instead_of is not None else None
+        alike.setdefault((*change_pattern(change), old), []).append(change)
+    for first, *others in alike.values():
+        same = sorted((first, *others), key=lambda each: each.instead_of.index if each.instead_of is not None else 0)
+        places = [each.path for each in same]
+        levels = zip(*(path.split(".") for path in places), strict=True)
+        glob = ".".join(level[0] if len(set(level)) == 1 else "*" for level in levels)
+        selected = re.compile(re.escape(glob).replace(r"\*", "[^.]*"))
+        steps = [each.instead_of for each in same if each.instead_of is not None]
+        numbers = fold_numbers([step.index for step in steps]) if steps else ""
+        if not others:
+            yield str(first)
+        elif first.primitive is None:
+            yield f"leave #{numbers} {steps[0].primitive} at {_folded(places)} out"
+        elif set(places) == {path for path in paths if selected.fullmatch(path)}:
+            yield (
+                str(dataclasses.replace(first, path=glob, instead_of=None))
+                if not steps
+                else (f"write sch['{glob}'].{first.primitive} in place of #{numbers}")
+            )
+        else:
+            likewise = _folded([path for path in places if path != first.path])
+            yield f"{first}, and likewise at {likewise}"
 
 
 def find_steps(
@@ -133,7 +179,7 @@ def find_steps(
         if found.suggestion is None and not found.likewise:
             first, likewise = _repeated(search, found.records[0])
             found = dataclasses.replace(found, records=(first,), likewise=likewise)
-    return dataclasses.replace(found, trials=search.trials, stopped=search.stopped)
+    return dataclasses.replace(found, trials=search.trials, stopped=search.stopped, paths=paths)
 
 
 def _instead(search: Search, step: Record, suggestions: Sequence[Suggestion]) -> Suggestion | None:
@@ -227,33 +273,17 @@ def _blame_fix(search: Search, fix: Fix, advice: Sequence[Suggestion]) -> Blame:
 
     Leaving a step out is advice where a plugin suggests it (``advice``); otherwise it only shows the cause.
     """
-    given, fix = fix.suggestion.changes, _shortened(fix)
     changes = fix.suggestion.changes
     wrong = tuple(change.instead_of for change in changes if change.instead_of is not None)
-    is_advice = any(change.primitive for change in changes) or any(each.changes == given for each in advice)
+    advised = {frozenset(map(change_pattern, each.changes)) for each in advice}
+    is_advice = any(change.primitive for change in changes) or frozenset(map(change_pattern, changes)) in advised
     if not wrong:
         places = dict.fromkeys(record for change in changes for record in _beside(search, change.path)[-1:])
-        wrong = tuple(sorted(places, key=lambda record: record.index))[:_NAMED]
+        kinds = list(dict.fromkeys(map(_kind, places)))[:_NAMED]
+        wrong = tuple(record for record in places if _kind(record) in kinds)
+    wrong = tuple(sorted(wrong, key=lambda record: record.index))
     suggestion = fix.suggestion if is_advice else None
-    return Blame(wrong, proven=True, likewise=fix.likewise, suggestion=suggestion, of_part=fix.of_part)
-
-
-_SHOWN = 4  # changes of a suggestion shown one by one
-
-
-def _shortened(fix: Fix) -> Fix:
-    """Keep the changes of the first of many repeated blocks; name the others."""
-    changes = fix.suggestion.changes
-    first: dict[tuple[str, str, bool], Change] = {}
-    for change in changes if len(changes) > _SHOWN else ():
-        first.setdefault(change_pattern(change), change)
-    if not first or len(first) == len(changes):
-        return fix
-    blocks = (
-        _block(change.path, kept.path) for change in changes if (kept := first[change_pattern(change)]) is not change
-    )
-    likewise = (*fix.likewise, *dict.fromkeys(blocks))
-    return dataclasses.replace(fix, suggestion=Suggestion(tuple(first.values())), likewise=likewise)
+    return Blame(wrong, proven=True, suggestion=suggestion, of_part=fix.of_part)
 
 
 def _beside(search: Search, path: str) -> Steps:

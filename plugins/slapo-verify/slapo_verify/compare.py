@@ -309,6 +309,7 @@ class Largest:
         difference: the largest absolute difference between two elements.
         allowed: the tolerance of that tensor.
         name: of that tensor, e.g. ``"fc.weight"``.
+        element: the largest element of the reference model's tensors of that kind.
     """
 
     kind: str
@@ -316,6 +317,7 @@ class Largest:
     difference: float = 0.0
     allowed: float = 0.0
     name: str = ""
+    element: float = 0.0
 
     @property
     def fraction(self) -> float:
@@ -381,7 +383,7 @@ def compare(
             problem, apart, hint = _compared(kind, before, after, allowed)
             if problem and is_close_in_norm(before, after, rule.of_norm):
                 problem, apart = "", 0.0
-            seen = Largest(kind, summary.compared + 1, apart, allowed, name)
+            seen = Largest(kind, summary.compared + 1, apart, allowed, name, biggest)
             is_larger = seen.fraction > summary.fraction or not summary.name
             summary = seen if is_larger else dataclasses.replace(summary, compared=seen.compared)
             if problem and after is None and counterparts.is_frozen(name):

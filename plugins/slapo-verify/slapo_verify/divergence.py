@@ -95,7 +95,9 @@ def diverged(
     drawn = [path for path in _full_paths(ranks, shapes) if not _drawn_alike(ranks, (path, 0))]
     forking = {path: step for path in drawn if (step := _forking(records, path)) is not None}
     if not forking:
-        problem = f"the RNG state differs across ranks: {result}"
+        by_rng = bool(drawn) or kind.startswith("output")  # outputs agree without dropout
+        why = f"{'' if by_rng else 'a reduction is missing, or '}the RNG state differs across ranks"
+        problem = f"{why}: {result}"
         return [Difference("diverged dropout", name, problem, apart, allowed, None, rule)]
     path, step = next(iter(forking.items()))
     problem = f"each rank drops different elements of a full tensor {shapes[path, 0]}: {result}"

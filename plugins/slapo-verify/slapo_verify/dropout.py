@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from slapo_runtime.ranks.trial_groups import module_of
 
 _DROPOUT = {
     F.alpha_dropout,
@@ -137,10 +138,8 @@ class DropoutMode(TorchFunctionMode):
         """Return the path of the innermost module on the call stack."""
         frame: Any = sys._getframe(2)
         while frame is not None and self._paths:
-            names = frame.f_code.co_varnames[:1]  # self, or module where a forward was wrapped
-            found = frame.f_locals.get(names[0]) if names else None
-            if isinstance(found, nn.Module) and id(found) in self._paths:
-                return self._paths[id(found)]
+            if (path := module_of(frame, self._paths)) is not None:
+                return path
             frame = frame.f_back
         return ""
 

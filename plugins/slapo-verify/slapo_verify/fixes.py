@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from slapo_core.internals import Internals
 from slapo_core.primitive import Change, Record, Suggestion
@@ -16,7 +22,61 @@ if TYPE_CHECKING:
     from slapo_core import Schedule
 
 
-def suggestions(schedule: Schedule, gradients: Sequence[str]) -> list[Suggestion]:
+class OutputSplits(TorchFunctionMode):
+    """Record the sizes into which a model splits the outputs of its layers.
+
+    Args:
+        model: a private copy.
+
+    Attributes:
+        sizes: paths of modules, with the sizes in elements.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.sizes: dict[str, tuple[int, ...]] = {}
+        for path, module in model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_hook(functools.partial(_label, path))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        source = args[0] if args else (kwargs or {}).get("input")
+        path = getattr(source, "slapo_output_of", None)
+        if path is not None and isinstance(source, torch.Tensor):
+            sizes = _split_sizes(func, source, found)
+            if len(sizes) > 1:
+                self.sizes.setdefault(path, sizes)
+        return found
+
+
+def _label(path: str, module: nn.Module, args: Any, output: Any) -> None:
+    if isinstance(output, torch.Tensor):
+        output.slapo_output_of = path  # type: ignore[attr-defined]
+
+
+def _split_sizes(func: Callable[..., Any], source: torch.Tensor, found: Any) -> tuple[int, ...]:
+    """Return the sizes into which a function splits a tensor along one axis; empty if it does not."""
+    extent = source.shape[-1] if source.dim() else 0
+    if func is F.glu:
+        return (extent // 2,) * 2
+    if isinstance(found, torch.Tensor):
+        is_view = found.dim() > source.dim() and found.shape[: source.dim() - 1] == source.shape[:-1]
+        count = found.shape[source.dim() - 1] if is_view else 0
+        return (extent // count,) * count if count in (2, 3) else ()
+    if not isinstance(found, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in found):
+        return ()
+    if any(each.dim() != source.dim() for each in found):
+        return ()
+    sizes = (tuple(each.shape[axis] for each in found) for axis in range(source.dim()))
+    return next((each for axis, each in enumerate(sizes) if sum(each) == source.shape[axis]), ())
+
+
+def suggestions(
+    schedule: Schedule, gradients: Sequence[str], splits: Mapping[str, tuple[int, ...]]
+) -> list[Suggestion]:
     """Collect the suggestions of the plugins that a schedule names.
 
     Raises:
@@ -28,6 +88,7 @@ def suggestions(schedule: Schedule, gradients: Sequence[str]) -> list[Suggestion
         "yield slapo_core.Suggestion((slapo_core.Change(path, primitive),))",
         schedule=schedule,
         gradients=tuple(gradients),
+        splits=splits,
     )
     return [suggestion for _, suggestion in found]
 
@@ -123,12 +184,10 @@ class Fix:
 
     Args:
         suggestion: the changes.
-        likewise: paths at which the same is needed besides.
         of_part: whether only the searched part agrees with them, and the schedule has more mistakes.
     """
 
     suggestion: Suggestion
-    likewise: tuple[str, ...] = ()
     of_part: bool = False
 
 
@@ -169,11 +228,11 @@ def first_fix(search: Search, suggestions: Sequence[Suggestion]) -> Fix | None:
     end, seen = search.trials + _LIKELY, set[object]()
     for suggestion in suggestions:
         key = tuple(map(change_pattern, suggestion.changes))
-        for variant, likewise in _variants(search, suggestion) if suggestion.likely else ():
+        for variant in _variants(search, suggestion) if suggestion.likely else ():
             if variant is not suggestion and key in seen:
                 continue
             if search.trials < end and search.agrees(applied(search.steps, variant.changes)):
-                return Fix(suggestion, likewise)
+                return Fix(variant)
         seen.add(key)
     return None
 
@@ -190,9 +249,9 @@ def find_fix(search: Search, part: Steps, suggestions: Sequence[Suggestion]) -> 
     everywhere_first = bool(search.likewise)
     for suggestion in ordered:
         variants = _variants(search, suggestion)
-        for variant, likewise in reversed(variants) if everywhere_first else variants:
+        for variant in reversed(variants) if everywhere_first else variants:
             if search.agrees(applied(search.steps, variant.changes)):
-                return Fix(suggestion, likewise)
+                return Fix(variant)
     if len(part) == len(search.steps):
         return None
     for suggestion in ordered:
@@ -201,14 +260,11 @@ def find_fix(search: Search, part: Steps, suggestions: Sequence[Suggestion]) -> 
     return None
 
 
-def _variants(search: Search, suggestion: Suggestion) -> list[tuple[Suggestion, tuple[str, ...]]]:
-    """Extend a suggestion to all repeated blocks; with the paths of further changes."""
+def _variants(search: Search, suggestion: Suggestion) -> list[Suggestion]:
+    """Return a suggestion, and the same in all repeated blocks."""
     changes = {(str(each), each.first): each for change in suggestion.changes for each in _alike(search, change)}
-    if len(changes) <= len(suggestion.changes):
-        return [(suggestion, ())]
-    own = {change.path for change in suggestion.changes}
-    others = dict.fromkeys(change.path for change in changes.values() if change.path not in own)
-    return [(suggestion, ()), (Suggestion(tuple(changes.values())), tuple(others))]
+    everywhere = [Suggestion(tuple(changes.values()))] if len(changes) > len(suggestion.changes) else []
+    return [suggestion, *everywhere]
 
 
 def _alike(search: Search, change: Change) -> Iterator[Change]:

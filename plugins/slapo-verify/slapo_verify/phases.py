@@ -18,6 +18,7 @@ from torch import nn
 from slapo_core.layout import fork_rng
 from slapo_core.observers import withheld
 from slapo_runtime.float32 import float32_products
+from slapo_runtime.ranks.trial_groups import naming_module
 from slapo_verify.dropout import DropoutMode
 from slapo_verify.inputs import Batch, Batches, Inputs
 from slapo_verify.kinds import EARLY, OWN_TYPES
@@ -241,7 +242,8 @@ class Runner:
         for phase in phases:
             for module, trains in self._modes:
                 module.training = trains
-            seen.values.update(_PHASES[phase](self))
+            with naming_module(self.caller.paths):
+                seen.values.update(_PHASES[phase](self))
         return seen
 
     def make_ready(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from slapo_core.internals import fold_numbers, fold_paths
 from slapo_core.primitive import Record
 from slapo_runtime.ranks.trial_groups import Failure
 from slapo_verify.compare import Difference
@@ -26,9 +27,16 @@ def is_below(path: str, place: str) -> bool:
     return not place or f"{path}.".startswith(f"{place}.")
 
 
-def record_line(record: Record) -> str:
-    """Format a step and the line that applied it."""
-    return f"    {record}" + (f"  ({record.location})" if record.location else "")
+def record_lines(records: Sequence[Record]) -> list[str]:
+    """Format steps with the lines that applied them; equal ones of repeated blocks on one line."""
+    alike: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        alike.setdefault((block_pattern(record.path), str(record.primitive), record.location), []).append(record)
+    return [
+        f"    #{fold_numbers([each.index for each in same])} {primitive} at {fold_paths([each.path for each in same])}"
+        + (f"  ({location})" if location else "")
+        for (_, primitive, location), same in alike.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ class Failed:
 
     @classmethod
     def with_exception(cls, failure: Failure) -> Failed:
-        return cls(failure.kind, failure.where, failure.text, raises=True)
+        place = f"{failure.where} {block_pattern(failure.module)}"
+        return cls(failure.kind, place, failure.text, raises=True)
 
     def is_like(self, other: Failed) -> bool:
         """Return whether two failures are at the same tensor or line."""

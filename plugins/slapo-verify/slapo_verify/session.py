@@ -18,13 +18,13 @@ from slapo_runtime.ranks.trial_groups import Failure
 from slapo_runtime.ranks.world import World
 from slapo_runtime.receipts.receipt import left_to_targets
 from slapo_runtime.schedule_copies import repeated
-from slapo_verify.approximate import without_approximate_steps
+from slapo_verify.approximate import loose, without_approximate_steps
 from slapo_verify.blame import Blame
 from slapo_verify.both_models import BothModels, ReferenceRunError
 from slapo_verify.compare import Difference
 from slapo_verify.copies import ModelCopies, changed_outside, named_tensors
 from slapo_verify.inputs import Inputs
-from slapo_verify.kinds import EARLY, OWN_TYPES, label, phases_for
+from slapo_verify.kinds import EARLY, KINDS, OWN_TYPES, label, phases_for
 from slapo_verify.precision import dtype_name
 from slapo_verify.refusals import refuse_unexplained, refuse_unsaid_freezing
 from slapo_verify.report import ScheduleSet, VerifyOutcome, VerifyReport, merge_largest
@@ -33,7 +33,7 @@ from slapo_verify.trials import OtherRankError, ReferenceRun, ScheduleTrials, Tr
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.primitive import Record
+    from slapo_core.primitive import Record, Violation
     from slapo_runtime.receipts.receipt import Finding
 
 _OF_TYPES = re.compile(r"half|b?float16|[bf]p?16|dtype", re.I)
@@ -182,23 +182,30 @@ class Session:
     def _judge(self, both: BothModels) -> VerifyReport:
         records, reference = self.schedule.records, both.reference
         found = self.trials.conclude(both.comparison)
+        strict: Sequence[Record] = ()
+        if found.kind is None or KINDS[found.kind].phase not in EARLY:
+            strict = self._judge_beside_approximate_steps(reference)  # a later phase may show what they hide
         if not found.agrees:
             self._raise(reference, found, records)
-        self._judge_beside_approximate_steps(reference)
         effects = self._judge_effects(both)
         shared = self.world.gather(both.comparison)
+        tolerance = self.trials.tolerance(reference, records)
+        options, largest = self.trials.options, merge_largest([comparison.largest for comparison in shared])
+        is_given = options.rtol is not None or options.atol is not None
+        element = next((entry.element for entry in largest if entry.kind == "output"), 0.0)
         return VerifyReport(
             model=type(self.schedule.model).__name__,
             steps_verified=len(records),
             world_size=self.world.size,
             dtype=dtype_name(reference.dtype),
             coarsest_dtype=dtype_name(reference.coarsest),
-            tolerance=str(self.trials.tolerance(reference, records)),
-            optimizer_steps=self.trials.options.optimizer_steps if "updates" in reference.phases else 0,
-            largest=merge_largest([comparison.largest for comparison in shared]),
+            tolerance=str(tolerance),
+            optimizer_steps=options.optimizer_steps if "updates" in reference.phases else 0,
+            largest=largest,
             not_compared=tuple(dict.fromkeys(text for comparison in shared for text in comparison.not_compared)),
             notes=(*self.notes, *both.notes),
             effects=effects,
+            loose=loose(records, tolerance, element, strict, given=is_given),
         )
 
     def _judge_effects(self, both: BothModels) -> int | None:
@@ -245,17 +252,18 @@ class Session:
         self._judge(both)
         self.notes.remove(note)
 
-    def _judge_beside_approximate_steps(self, reference: ReferenceRun) -> None:
-        """Check the exact steps under their own promises."""
+    def _judge_beside_approximate_steps(self, reference: ReferenceRun) -> Sequence[Record]:
+        """Check the exact steps under their own promises; return them where all of them agree."""
         hidden = without_approximate_steps(self.trials, reference, self.schedule.records)
         if hidden is None:
-            return
+            return ()
         if hidden.note:
             self.notes.append(hidden.note)
         if hidden.found is not None:
             left_out = ", ".join(f"#{record.index}" for record in hidden.left_out)
             self.notes.append(f"compared without {left_out}, because the tolerance of approximate steps hides it")
             self._raise(hidden.reference, hidden.found, hidden.rest)
+        return () if hidden.note else hidden.rest
 
     # -- raising ----------------------------------------------------------------------------------------------
 
@@ -286,7 +294,7 @@ class Session:
                 result = result if uncut.outcome == "refused" else uncut
         phases = self._phases_of(again, result)
         rank, found = result.first or (result.failures[0].rank, None)
-        owner = _owner(found) if found is not None else None
+        owner = _owner(found) if found is not None else result.failures[0].module or None
         blame: Blame | CutFault | None = fault
         if blame is None and found is not None and found.by:
             blame = Blame.by_place([record for record in records if record.index in found.by])
@@ -298,7 +306,8 @@ class Session:
             "steps": [str(record) for record in blame.records],
             "plugin": fault.plugin if fault is not None else None,
         }
-        missing = "".join(f"\n  missing: {violation}" for violation in obligations(self.schedule))
+        is_solved = isinstance(blame, Blame) and blame.suggestion is not None and not blame.of_part
+        missing = "" if is_solved else "".join(f"\n  missing: {text}" for text in _once(obligations(self.schedule)))
         if result.raised is not None:
             first, *others = result.failures
             others = [other for other in others if (other.kind, other.where) != (first.kind, first.where)]
@@ -366,6 +375,18 @@ def _most_precise(tried: Sequence[BothModels], last: Failure) -> BothModels:
     """Return the first run, the most precise, that raises as the last one did."""
     raised = ((both, both.raised.failures[0]) for both in tried if both.raised is not None)
     return next(both for both, found in raised if (found.kind, found.where) == (last.kind, last.where))
+
+
+_IN_BLOCKS = re.compile(r"#\d+|(?<=\.)\d+(?=[.'])")
+
+
+def _once(violations: Sequence[Violation]) -> list[str]:
+    """Format violations; equal ones in repeated blocks once."""
+    alike: dict[str, list[str]] = {}
+    for text in map(str, violations):
+        alike.setdefault(_IN_BLOCKS.sub("*", text), []).append(text)
+    more = (f" (and {len(same) - 1} like it in other blocks)" * (len(same) > 1) for same in alike.values())
+    return [same[0] + other for same, other in zip(alike.values(), more, strict=True)]
 
 
 def _owner(found: Difference) -> str | None:

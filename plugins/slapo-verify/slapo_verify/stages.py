@@ -22,7 +22,7 @@ from slapo_verify.inputs import Batch
 from slapo_verify.kinds import KINDS
 from slapo_verify.phases import Caller, Runner
 from slapo_verify.private import pytree
-from slapo_verify.search import record_line
+from slapo_verify.search import record_lines
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -378,7 +378,7 @@ class CutFault:
     plugin: str | None
 
     def __str__(self) -> str:
-        shown = map(record_line, self.records)
+        shown = record_lines(self.records)
         head = "  the stages cause it: without the cuts, the same schedule agrees with the reference model"
         return "\n".join([head, *shown, *(f"  {line}" for line in self.lines)])
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from slapo_core.errors import HookError, VerifyError
 from slapo_core.internals import Internals
-from slapo_core.primitive import Equivalence
+from slapo_core.primitive import Equivalence, Suggestion
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.ranks.trial_groups import Failure
 from slapo_runtime.ranks.world import Attempt, World
@@ -23,7 +23,7 @@ from slapo_verify.blame import Blame, find_steps
 from slapo_verify.compare import OF_NORM, Comparison, Difference, Tolerance, compare, compare_dropout, room_for_rounding
 from slapo_verify.copies import Counterparts, ModelCopies
 from slapo_verify.divergence import advice, diverged, summarize, without_effect
-from slapo_verify.fixes import suggestions
+from slapo_verify.fixes import OutputSplits, suggestions
 from slapo_verify.inputs import Inputs
 from slapo_verify.kinds import EARLY, ON_ONE_COPY, ORDER, OWN_TYPES
 from slapo_verify.phases import Conditions, Observation, Runner, Withheld, step_size
@@ -390,16 +390,27 @@ class ScheduleTrials:
         def is_over() -> bool:
             return limit is not None and any(self.world.gather(time.monotonic() - started > limit))
 
+        @functools.cache
+        def suggest() -> list[Suggestion]:
+            return suggestions(self.copies.schedule, result.gradients, self.output_splits(reference))
+
         return find_steps(
             records,
             lambda part: self.try_steps(reference, phases, part).outcome,
             near=near,
             tied=self.copies.tied_modules(),
             failed=result.outcome if isinstance(result.outcome, Failed) else None,
-            suggest=lambda: suggestions(self.copies.schedule, result.gradients),
+            suggest=suggest,
             paths=[path for path, _ in self.copies.reference_model.named_modules()],
             stop=is_over,
         )
+
+    def output_splits(self, reference: ReferenceRun) -> Mapping[str, tuple[int, ...]]:
+        """Return the sizes into which the reference model splits its layers' outputs, by path."""
+        model = self.copies.reference(reference.conditions.dtype)
+        with OutputSplits(model) as found:
+            Runner(model, self.inputs, reference.conditions).run(("evaluation",))
+        return found.sizes
 
     def try_steps(
         self,

@@ -111,4 +111,4 @@ def test_repeated_blocks_with_the_same_mistake_are_named_with_the_first() -> Non
     error = blame("gradient", "fine", "gradient", "gradient")
     assert error.tensor == "gradient of layer.3.fc.bias"
     assert error.steps == ("#2 wrap('gradient') at 'layer.0.act'",)
-    assert error.message.splitlines()[-1] == "  and likewise at layer.2, layer.3"
+    assert error.message.splitlines()[-1] == "  and likewise at 'layer.{2-3}'"

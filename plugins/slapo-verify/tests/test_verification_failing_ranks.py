@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -59,9 +60,13 @@ def user_groups_sum(mesh: Any) -> float:
     return float(torch.ops._c10d_functional.wait_tensor(gathered))
 
 
+QUICK = ("forward", "updates", "unsendable", "two ranks", "left out")
+
+
 @pytest.fixture(scope="module")
 def found() -> Found:
-    return run_ranks(cases, {"tp": 2}, world_size=2, timeout=LIMIT)
+    names = () if os.environ.get("SLAPO_TEST_WHOLE") else QUICK
+    return run_ranks(cases, {"tp": 2}, *names, world_size=2, timeout=LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +79,16 @@ def found_wide() -> Found:
     ("case", "step"),
     [
         ("forward", "phase='forward') at 'down'"),
-        ("backward", "phase='backward') at 'down'"),
-        ("evaluation", "phase='evaluation') at 'down'"),
+        pytest.param("backward", "phase='backward') at 'down'", marks=pytest.mark.breadth),
+        pytest.param("evaluation", "phase='evaluation') at 'down'", marks=pytest.mark.breadth),
         ("updates", "phase='updates') at 'down'"),
-        ("two places", "phase='forward') at 'down'"),
+        pytest.param("two places", "phase='forward') at 'down'", marks=pytest.mark.breadth),
     ],
 )
 def test_every_rank_names_the_rank_that_raised_and_the_step(case: str, step: str, found: Found) -> None:
     require_named(found, case, step)
 
 
-@pytest.mark.breadth
 @pytest.mark.breadth
 @pytest.mark.parametrize("case", ["forward", "backward"])
 def test_every_rank_of_a_mesh_with_two_dimensions_names_it_too(case: str, found_wide: Found) -> None:
@@ -105,7 +109,11 @@ def require_named(found: Found, case: str, step: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "text"), [("unsendable", "UnsentError: number {last} ("), ("exit", "SystemExit: 3 (")]
+    ("case", "text"),
+    [
+        ("unsendable", "UnsentError: number {last} ("),
+        pytest.param("exit", "SystemExit: 3 (", marks=pytest.mark.breadth),
+    ],
 )
 def test_whatever_is_raised_is_told(case: str, text: str, found: Found) -> None:
     last = len(found) - 1

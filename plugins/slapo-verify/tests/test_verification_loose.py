@@ -60,6 +60,25 @@ def test_without_the_mistake_the_same_schedule_agrees_and_nothing_is_noted() -> 
     assert slapo.verify(sch, torch.randn(5, 6), rtol=1e-2).notes == ()
 
 
+@pytest.mark.parametrize(
+    ("tolerance", "percent"), [({"rtol": 4.0}, 400), ({"atol": 5.0}, None), ({"rtol": 0.09}, 0)], ids=str
+)
+def test_a_tolerance_of_a_tenth_of_the_largest_element_is_in_the_headline(
+    tolerance: dict[str, float], percent: int | None
+) -> None:
+    torch.manual_seed(1)
+    headline = str(slapo.verify(loose(**tolerance), torch.randn(5, 6))).splitlines()[0]
+    says_nothing = "% of the largest element: the numbers say nothing about #1; without it, the rest agrees ("
+    assert (says_nothing in headline) == (percent != 0)
+    assert ("agrees with the reference model" in headline) == (percent == 0)
+    assert f", within {percent or ''}" in headline or not percent
+
+
+def test_a_wide_tolerance_given_to_verify_says_nothing_about_any_step() -> None:
+    headline = str(slapo.verify(loose(), torch.randn(5, 6), rtol=0.3)).splitlines()[0]
+    assert ", within 30 % of the largest element: the numbers say nothing about #1-2 (" in headline
+
+
 class Halves(nn.Module):
     """Not linear any more: two of them, under names of their own."""
 

@@ -72,7 +72,7 @@ def picture(
     """
     if not isinstance(schedule, Schedule):
         raise ArgumentError(
-            f"picture takes a schedule (got {type(schedule).__name__})", hint="slapo_core.create_schedule(model)"
+            f"picture takes a schedule (got {type(schedule).__name__})", hint="slapo.create_schedule(model)"
         )
     batch = schedule.example_inputs if example_inputs is None else example_inputs
     seen = None if receipt is None else Receipt(receipt, schedule)
@@ -383,11 +383,14 @@ def _timeline(
 def _lines(data: Mapping[str, Any]) -> Iterator[str]:
     mesh = ", ".join(f"{name}={size}" for name, size in data["mesh"].items())
     title = data["title"] if data["title"] == data["model"] else f"{data['title']}: {data['model']}"
-    yield f"{title}{f' on {mesh}' if mesh else ''}: {data['steps']} steps"
+    yield f"{title}{f' on {mesh}' if mesh else ''}: {data['steps']} step{'' if data['steps'] == 1 else 's'}"
     of = " of all stages" if data["mesh"].get("pp", 1) > 1 else ""
     yield f"{data['parameters']:,} parameters; on a rank {format_bytes(data['bytes'])}{of}"
     yield ""
-    yield from table_lines(("MODULE", "PARAMETERS", "ON A RANK", "SHARDS", "STEPS"), list(_rows(data["tree"], "", "")))
+    rows = list(_rows(data["tree"], "", ""))
+    yield from table_lines(("MODULE", "PARAMETERS", "ON A RANK", "SHARDS", "STEPS"), rows)
+    if any(" x " in module for module, *_ in rows):
+        yield "x N: a row of N equal modules; it and the rows below have their sums"
     if data["stages"] is not None:
         yield ""
         yield from table_lines(
@@ -416,15 +419,18 @@ def _rows(row: Mapping[str, Any], first: str, others: str, parent: str = "") -> 
     if "alias" in row:
         yield f"{first}{name}: same module as '{row['alias']}'", "", "", "", ""
         return
+    tensors = row.get("tensors", ())
     shards = ", ".join(
         f"{each['name']} {_shape(each.get('after'))} of {_shape(each.get('before'))}"
-        for each in row.get("tensors", ())
+        for each in tensors
         if "layout" in each
     )
+    tied = ", ".join(f"tied to {each['tied_to']}" for each in tensors if "tied_to" in each)
+    elements = f"{row['elements']:,}" if row.get("elements") else tied
     mark = "" if not row.get("differs") else " (differs)"
     steps = ", ".join(step["call"] for step in row.get("steps", ()))
     size = format_bytes(row["bytes"]) if row.get("bytes") else ""
-    yield f"{first}{label}{mark}", f"{row['elements']:,}" if row.get("elements") else "", size, shards, steps
+    yield f"{first}{label}{mark}", elements, size, shards, steps
     below = row.get("children", ())
     for child in below:
         is_last = child is below[-1]

@@ -95,6 +95,8 @@ def test_the_text_has_a_line_for_each_row() -> None:
     (up,) = (line for line in lines if " up: Linear" in line)
     assert "weight 32x16 of 64x16, bias 32 of 64" in up
     assert "shard(('weight', 'bias'), axis=0), sync('bwd_post', op='all_reduce')" in up
+    assert any(line.split()[1:5] == ["head:", "Linear", "tied", "to"] for line in lines)
+    assert "x N: a row of N equal modules; it and the rows below have their sums" in lines
     assert any(line.startswith("│  └─ blocks.0-5 x 6: Block") or "blocks.0-5 x 6: Block" in line for line in lines)
     assert (
         sum(": " in line for line in lines if line.startswith(("├", "└", "│", " ")))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.internals import module_index
+from slapo_core.internals import forwards, module_index
 from slapo_graph import autocast_state
 from slapo_graph.guards import fingerprint, has_full_fingerprint
 from slapo_graph.private import FakeTensor, is_view, storage_id, write_count
@@ -36,21 +36,28 @@ class RepeatedCalls:
 
     def __init__(self, reads: AttributeReads, notes: Notes, is_unchanged: Callable[[], bool]) -> None:
         self._reads, self._notes, self._is_unchanged = reads, notes, is_unchanged
-        self._known: dict[Any, list[tuple[_Reads, Any]]] = {}
+        self._known: dict[Any, list[tuple[_Reads, forwards.ReplacedForward | None, Any]]] = {}
 
     def call(self, run: Callable[..., Any], path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``run(module, *args, **kwargs)`` on fake tensors."""
         signature = _signature((args, kwargs), {})
         if signature is None:
             return run(module, *args, **kwargs)
+        around, replaced = _around(module)
         key = (
             module_index.structure(module),
-            module_index.around(module),
+            around,
             signature,
             autocast_state.state(),
             torch.is_inference_mode_enabled(),
         )
-        for read, result in self._known.get(key, ()):
+        try:
+            hash(key)
+        except TypeError:  # a wrapper or hook of the user
+            return run(module, *args, **kwargs)
+        for read, other, result in self._known.get(key, ()):
+            if other is not None and not (replaced is not None and other.is_like(replaced, module)):
+                continue
             if all(_is_equal(_at(module, where, name), value) for where, name, value in read):
                 return _fresh_copy(result)
         given = list(tensors_in((args, kwargs)))
@@ -68,8 +75,19 @@ class RepeatedCalls:
             start = tuple(path.split("."))
             below = [(place[len(start) :], name) for place, name in log if place[: len(start)] == start]
             read = tuple((place, name, _at(module, place, name)) for place, name in below)
-            self._known.setdefault(key, []).append((read, result))
+            self._known.setdefault(key, []).append((read, replaced, result))
         return result
+
+
+def _around(module: nn.Module) -> tuple[Any, forwards.ReplacedForward | None]:
+    """Return a module's own forward and its hooks, for comparison; and its graph, which is compared by itself."""
+    own, *hooks = module_index.around(module)
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, forwards.ModuleForward) or forward.has_own:
+        return (own, *hooks), None
+    base = getattr(forward.base, "__func__", forward.base)
+    graph = base if isinstance(base, forwards.ReplacedForward) else None
+    return (base if graph is None else None, forward.wrappers, *hooks), graph
 
 
 def _signature(value: Any, memory: dict[int, int]) -> Any:

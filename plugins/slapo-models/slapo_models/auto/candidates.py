@@ -282,8 +282,10 @@ def steps(candidate: Candidate) -> list[Step]:
     for (path, packed, axis), names in by_call.items():
         given: Any = names[0] if len(names) == 1 else names
         options: list[tuple[str, Any]] = [("axis", axis), *packed]
-        what = f"{candidate.leaves[0].size} of the " if "shards" in dict(packed) and len(candidate.leaves) > 1 else ""
-        reason = f"its axis {axis} has the {what}{candidate.what} features that the ranks share"
+        part = (
+            f"{candidate.leaves[0].size} of its " if "shards" in dict(packed) and len(candidate.leaves) > 1 else "its "
+        )
+        reason = f"the ranks divide axis {axis} by {part}{candidate.what} heads or features"
         found.append(Step(path, "shard", (tuple(given) if isinstance(given, list) else given,), tuple(options), reason))
     placement = candidate.placement
     for path, named in placement.gradients.items():

@@ -62,8 +62,10 @@ def suggest(
 ) -> None:
     """Choose mesh, stages, micro-batches and checkpoints for a model on a number of devices.
 
-    Nothing runs and no tensor has memory. The table has the best five meshes with predicted time, memory of a device,
-    and bytes that it sends in a step; progress goes to stderr. Modules are imported from the current directory.
+    Nothing runs and no tensor has memory. The table has the best five meshes: data parallelism by replicas or shards
+    (fsdp), micro-batches of a step and samples of each on a device, checkpointed blocks; predicted time of a step, peak
+    memory of a device, and bytes that it sends in a step. Then the meshes that do not fit or run, with the reasons.
+    Progress goes to stderr. Modules are imported from the current directory.
     Example:
 
     slapo suggest bert:make_model --devices 8 --memory 70GiB --batch input_ids=64x512:int64 --batch labels=64x512:int64
@@ -119,8 +121,8 @@ def suggest(
     else:
         from slapo_models.choice.search import HEAD
 
-        print_table(HEAD, [candidate.row() for candidate in choice.candidates[:5]])
-        print("\n".join(str(choice).splitlines()[-1:]))
+        print_table(HEAD, choice.rows())
+        print("\n".join(choice.summary()))
 
 
 def as_plain(choice: Choice) -> dict[str, Any]:

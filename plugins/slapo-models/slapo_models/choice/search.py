@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.cli import table_lines
 from slapo_core.errors import ArgumentError, EstimateError, FitError, PreconditionError, SlapoError
 from slapo_core.internals import Internals
 from slapo_estimate.block_profile import StepProfile
@@ -101,8 +102,8 @@ class Candidate:
         }
 
 
-HEAD = ("MESH", "DATA", "MICRO-BATCHES", "CHECKPOINTED", "TIME", "MEMORY", "SENT")
-"""The head of a table of candidates."""
+HEAD = ("MESH", "DATA PARALLEL", "MICRO-BATCHES x SAMPLES", "CHECKPOINTED", "TIME", "MEMORY", "SENT")
+"""The head of a table of candidates: number of checkpointed blocks; per device, peak bytes and bytes sent in a step."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +137,21 @@ class Choice:
         return self.best.options
 
     def __str__(self) -> str:
-        rows = [HEAD, *(candidate.row() for candidate in self.candidates[:_SHOWN])]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*table_lines(HEAD, self.rows()), *self.summary()])
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table's rows: of the best candidates, the best first."""
+        return [candidate.row() for candidate in self.candidates[:_SHOWN]]
+
+    def summary(self) -> list[str]:
+        """Return the lines below the table: how many meshes fit, and why others do not."""
         limit = "" if self.memory is None else f" in {text_of_bytes(self.memory)}"
         more = f"; {len(self.refused)} do not fit or run:" if self.refused else ""
-        lines.append(f"{len(self.candidates)} meshes fit{limit}, on {self.device.name}{more}")
+        fit = "mesh fits" if len(self.candidates) == 1 else "meshes fit"
+        lines = [f"{len(self.candidates)} {fit}{limit}, on {self.device.name}{more}"]
         lines += [f"  {name}: {' '.join(reason.split())}" for name, reason in self.refused[:_SHOWN]]
         left = len(self.refused) - _SHOWN
-        return "\n".join([*lines, *([f"  and {left} more"] if left > 0 else [])])
+        return [*lines, *([f"  and {left} more"] if left > 0 else [])]
 
 
 def auto_schedule(

@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 
 _NUMBERS = itertools.count()
 _WATCHED = 3  # training forwards: weights may be read past their modules in a later one only
-_OUT = "slapo_core.state_dict(sch), slapo_core.save_pretrained(sch, directory)"
-_IN = "slapo_core.load_state_dict(sch, state)"
+_OUT = "slapo.state_dict(sch), slapo.save_pretrained(sch, directory)"
+_IN = "slapo.load_state_dict(sch, state)"
 _SAME_BATCH = (
     "give the ranks of one replica (same dp rank) the same batch: DistributedSampler(dataset, "
     'num_replicas=sch.mesh.size("dp"), rank=sch.mesh.rank("dp")), with the same seed on every rank'
 )
 _SAME_VALUES = (
     "torch.manual_seed(seed) with the same seed on every rank before the model is made, or "
-    "slapo_core.load_state_dict(sch, state) with the same state on every rank"
+    "slapo.load_state_dict(sch, state) with the same state on every rank"
 )
 
 

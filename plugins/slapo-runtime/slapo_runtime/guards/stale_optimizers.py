@@ -105,7 +105,7 @@ class ExchangedParameters:
             f"{there}is not in the optimizer: it would never change",
             hint="make the optimizer after the last step and fully_shard: "
             f"torch.optim.{kind}(sch.model.parameters(), ...); or pass a "
-            f"factory: slapo_core.build(sch, optimizer=lambda params: torch.optim.{kind}(params, ...))",
+            f"factory: slapo.build(sch, optimizer=lambda params: torch.optim.{kind}(params, ...))",
         )
 
 
@@ -113,7 +113,7 @@ def _warn_of_shards(optimizer: torch.optim.Optimizer) -> None:
     """Warn before ``optimizer.state_dict()`` that it gives shards."""
     warn_user(
         f"state_dict() of this {type(optimizer).__name__} gives the state of this rank's shards, which no other rank "
-        "or mesh can load; slapo_core.optimizer_state_dict(sch, optimizer) gives full tensors by the reference model's "
+        "or mesh can load; slapo.optimizer_state_dict(sch, optimizer) gives full tensors by the reference model's "
         "names; of a built model, engine.save(directory) saves them",
     )
 

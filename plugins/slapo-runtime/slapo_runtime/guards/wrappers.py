@@ -186,6 +186,6 @@ def refuse_copies(
     raise WeightsError(
         f"{what}; a tool copied one rank's tensors over the others (DistributedDataParallel, or "
         "deepspeed.initialize over all ranks), or every rank initialized the same values",
-        hint="make a fresh model, schedule it, and do not change its shards: slapo_core.build(sch, optimizer=...) "
-        "wraps and initializes it; slapo_core.load_state_dict(sch, state) loads each rank's shards",
+        hint="make a fresh model, schedule it, and do not change its shards: slapo.build(sch, optimizer=...) "
+        "wraps and initializes it; slapo.load_state_dict(sch, state) loads each rank's shards",
     )

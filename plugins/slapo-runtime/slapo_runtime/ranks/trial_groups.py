@@ -8,9 +8,10 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from slapo_core.errors import RankFailedError
@@ -21,7 +22,8 @@ T = TypeVar("T")
 
 # Messages of gloo and NCCL about a lost partner, for which neither has an exception class.
 _LOST = re.compile(r"gloo|nccl|connection (closed|reset|was aborted)|broken pipe", re.IGNORECASE)
-_INSIDE = ("/slapo_verify/", "/slapo_runtime/", "/torch/")
+_INSIDE = re.compile(r"/(slapo_[a-z]+|torch)/")
+_IN_MODULE = "in module "
 _SIGN_OF_LIFE = 3.0  # seconds for the other ranks to report a lost connection, too
 
 
@@ -35,6 +37,7 @@ class Failure:
         text: its message.
         where: the line of the user's code, e.g. ``"train.py:12"``; "" if there is none.
         lost: whether it only reports a collective that another rank aborted.
+        module: the path of the innermost module that ran, e.g. ``"layer.0.fc"``; "" if it is unknown.
     """
 
     rank: int
@@ -42,9 +45,12 @@ class Failure:
     text: str
     where: str
     lost: bool = False
+    module: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.text}" + (f" ({self.where})" if self.where else "")
+        module = f"'{self.module}'" if self.module else ""
+        place = ", ".join(filter(None, (module, self.where)))
+        return f"{self.kind}: {self.text}" + (f" ({place})" if place else "")
 
 
 @dataclass(frozen=True)
@@ -71,9 +77,34 @@ class Attempt(Generic[T]):
 def describe_failure(rank: int, error: BaseException) -> Failure:
     """Return an exception as text, with its innermost line outside of torch and slapo."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not any(part in frame.filename.replace("\\", "/") for part in _INSIDE)]
+    theirs = [frame for frame in frames if not _INSIDE.search(frame.filename.replace("\\", "/"))]
     where = f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
-    return Failure(rank, type(error).__name__, _text(error), where, lost=any(map(_says_lost, chain_of(error))))
+    modules = (note[len(_IN_MODULE) :] for note in getattr(error, "__notes__", ()) if note.startswith(_IN_MODULE))
+    is_lost = any(map(_says_lost, chain_of(error)))
+    return Failure(rank, type(error).__name__, _text(error), where, lost=is_lost, module=next(modules, ""))
+
+
+@contextlib.contextmanager
+def naming_module(paths: Mapping[int, str]) -> Iterator[None]:
+    """Note the innermost module that ran at an exception of the block, for :func:`describe_failure`.
+
+    Args:
+        paths: id of a module -> its path.
+    """
+    try:
+        yield
+    except Exception as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        found = (path for frame in reversed(frames) if (path := module_of(frame, paths)))
+        if (path := next(found, None)) is not None:
+            error.add_note(f"{_IN_MODULE}{path}")
+        raise
+
+
+def module_of(frame: FrameType, paths: Mapping[int, str]) -> str | None:
+    """Return the path of the module that a frame's first argument is."""
+    names = frame.f_code.co_varnames[:1]  # self, or module where a forward was wrapped
+    return paths.get(id(frame.f_locals.get(names[0]))) if names else None
 
 
 def causes(failures: Sequence[Failure | None], ranks: Sequence[int]) -> tuple[Failure, ...]:

@@ -35,6 +35,11 @@ class Kernel:
     count: int
     seconds: float
 
+    @property
+    def short_name(self) -> str:
+        """Its name without the result's type, and without arguments and those of templates."""
+        return re.split(r"[<(]", self.name.replace("(anonymous namespace)::", "").removeprefix("void "))[0]
+
 
 @dataclass(frozen=True)
 class RankObservation:
@@ -211,7 +216,9 @@ def _rank_lines(one: RankObservation, *, name: bool) -> list[str]:
     lines += [f"{what}: {', '.join(types)}" for what, types in one.types.items()]
     if one.seconds is not None:
         lines.append(f"{one.seconds:.4g} s a step, without the observation")
-    lines += [f"kernel {each.name}: {each.count} x, {each.seconds:.4g} s" for each in one.kernels[:10]]
+    if one.kernels:
+        rows = [(each.short_name, f"{each.count}", f"{1e6 * each.seconds:.1f} µs") for each in one.kernels[:10]]
+        lines += ["", *table_lines(("KERNEL", "RUNS", "TIME"), rows)]
     return lines
 
 

@@ -121,7 +121,7 @@ def _observe_engine(engine: Any, batch: Any, *, steps: int, keep: bool, loss: An
     if built is None:
         raise ArgumentError(
             f"observe takes a schedule, or an engine of build() (got {type(engine).__name__})",
-            hint="observe(sch, batch), or observe(slapo_core.build(sch, ...), batch)",
+            hint="observe(sch, batch), or observe(slapo.build(sch, ...), batch)",
         )
     if loss is not None:
         raise ArgumentError(

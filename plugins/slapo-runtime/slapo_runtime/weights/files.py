@@ -119,7 +119,7 @@ def write_configurations(model: nn.Module, directory: Path, *, dtype: torch.dtyp
     if hasattr(model, "peft_config"):  # a plain model would load none of peft's names
         warn_user(
             "the checkpoint has no config.json: transformers would load random weights with it, because a peft model "
-            "has other names; slapo_core.save_pretrained(sch, directory) of a live loop writes the adapter",
+            "has other names; slapo.save_pretrained(sch, directory) of a live loop writes the adapter",
         )
         return
     written: list[tuple[str, Any]] = [("config", _with_class(config, model, dtype))]

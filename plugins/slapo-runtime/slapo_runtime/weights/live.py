@@ -43,7 +43,7 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
     if not isinstance(schedule, Schedule):
         raise ArgumentError(
             f"{call} takes the schedule (got {type(schedule).__name__})",
-            hint=f"sch = slapo_core.create_schedule(model, mesh=...); slapo_core.{call}(sch, ...)",
+            hint=f"sch = slapo.create_schedule(model, mesh=...); slapo_core.{call}(sch, ...)",
         )
     _reshard(schedule.model)
     kept = Internals(schedule).cache(call)
@@ -298,13 +298,13 @@ def _check_nested(state: Mapping[str, Any]) -> None:
     if not parts or not isinstance(parts[0], Mapping) or not isinstance(parts[1], Sequence):
         raise ArgumentError(
             f"state must have 'state' and 'param_groups' (got {list(state) if isinstance(state, Mapping) else state})",
-            hint="give a state of slapo_core.optimizer_state_dict(sch, optimizer)",
+            hint="give a state of slapo.optimizer_state_dict(sch, optimizer)",
         )
     if not all(isinstance(name, str) for name in (*parts[0], *(one for group in parts[1] for one in group["params"]))):
         raise ArgumentError(
             "the state has parameters by number, as from torch's optimizer.state_dict(): its tensors are the shards of "
             "one rank",
-            hint="save slapo_core.optimizer_state_dict(sch, optimizer)",
+            hint="save slapo.optimizer_state_dict(sch, optimizer)",
         )
 
 
@@ -332,7 +332,7 @@ def save_pretrained(
     """
     state = live_state(sch, "save_pretrained")
     if not os.fspath(directory):
-        raise ArgumentError("the directory to write to is empty", hint='slapo_core.save_pretrained(sch, "trained")')
+        raise ArgumentError("the directory to write to is empty", hint='slapo.save_pretrained(sch, "trained")')
     differing = None
     try:
         weights = state.state_dict(rank0_only=True)
@@ -357,7 +357,7 @@ def _tensors(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     if other:
         warn_user(
             "extra state of modules is not in the files, because safetensors hold tensors only: "
-            f"{', '.join(other)}; torch.save(slapo_core.state_dict(sch), file) includes it",
+            f"{', '.join(other)}; torch.save(slapo.state_dict(sch), file) includes it",
         )
     return {key: value for key, value in weights.items() if key not in other}
 

@@ -320,7 +320,7 @@ class ModelState:
             raise WeightsError(
                 f"'{empty[0]}' is on the meta device, but this rank must hold its values"
                 + (f" ({len(empty) - 1} more are, too)" if empty[1:] else ""),
-                hint="slapo_core.build(sch, weights=state, optimizer=...) materializes a model on the meta device; in "
+                hint="slapo.build(sch, weights=state, optimizer=...) materializes a model on the meta device; in "
                 'your own loop, first call sch.model.to_empty(device="cpu"), and fill in the non-persistent buffers',
             )
 

@@ -349,7 +349,7 @@ def _print_winner(winner: Winner, unit: str, schedule: Schedule, wrote: Path | N
     steps = schedule.explain()
     print(f"\napplied: {len(schedule.records)} steps{':' if steps else ''}\n{steps}".rstrip())
     if wrote is not None:
-        print(f'\nwrote {wrote}: sch = slapo_core.replay(model, "{wrote}")')
+        print(f'\nwrote {wrote}: sch = slapo.replay(model, "{wrote}")')
 
 
 def _write(winner: Winner, out: Path) -> Path:
