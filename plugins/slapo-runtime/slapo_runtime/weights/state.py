@@ -455,13 +455,15 @@ class ModelState:
         if not include:
             other = [key for key in self.correspondence.survey.not_tensors if not is_extra(key)]
             left_out = [live.name for live in added] + other
-            if not self._has_warned:
-                warn_of_other_function(self.correspondence.other_function)
-            if left_out and not self._has_warned:
-                warn_user(
-                    "the state dict leaves out tensors that the reference model does not have: " + ", ".join(left_out),
-                )
-            self._has_warned = True
+            changed = self.correspondence.other_function
+            if (left_out or changed) and not self._has_warned:
+                self._has_warned = True
+                warn_of_other_function(changed)
+                if left_out:
+                    warn_user(
+                        "the state dict leaves out tensors that the reference model does not have: "
+                        + ", ".join(left_out),
+                    )
             return {}
         found = {}
         for live in added:
