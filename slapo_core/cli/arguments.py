@@ -20,17 +20,28 @@ from slapo_core.errors import ArgumentError, SlapoError
 if TYPE_CHECKING:
     import torch
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, keys sorted.")]
 MeshSizes = Annotated[
     str | None, typer.Option("--mesh", metavar="SIZES", help="Declared sizes, outermost first: dp=8,tp=8.")
 ]
+
+
+def batch_option(what: str, more: str, example: str = "input_ids=4x512:int64") -> Any:
+    """Return the option ``--batch``, for ``Annotated[list[str] | None, batch_option(...)]``.
+
+    Args:
+        what: the batch in words.
+        more: further sentences of the help.
+        example: of a tensor.
+    """
+    text = f"{what}: a function that returns it; or its tensors, repeated: {example}. SHAPE:DTYPE without a name is "
+    return typer.Option("--batch", metavar="MODULE:FN|NAME=SHAPE:DTYPE", help=f"{text}positional. {more}".rstrip())
+
+
 StepsBatch = Annotated[
     list[str] | None,
-    typer.Option(
-        "--batch",
-        metavar="MODULE:FN|NAME=SHAPE:DTYPE",
-        help="Example inputs for steps that run the model: a function that returns them; or tensors, repeated: "
-        "input_ids=4x32:int64. Default: made from the model's configuration or first layer.",
+    batch_option(
+        "Example inputs for steps that run the model", "Default: made from the model's configuration or first layer."
     ),
 ]
 

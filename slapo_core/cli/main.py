@@ -19,7 +19,8 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from slapo_core.cli import diff, explain, plugins, stubs, vocabulary
+from slapo_core.cli import diff, plugins, stubs, vocabulary
+from slapo_core.cli.arguments import AsJson
 from slapo_core.cli.output import print_json
 from slapo_core.errors import SlapoError, UnknownNameError, UnusablePluginError
 from slapo_core.plugins import current_registry
@@ -185,7 +186,7 @@ def make_app() -> typer.Typer:
     family.command("show")(plugins.show)
     root.command("primitives")(vocabulary.primitives)
     root.command("dialects")(vocabulary.dialects)
-    root.command("explain")(explain.explain)
+    root.command("explain")(diff.explain)
     root.command("diff")(diff.diff)
     root.command("stubs")(stubs.stubs)
     root.command("doctor")(_doctor)
@@ -197,7 +198,7 @@ def _doctor(
         list[str] | None,
         typer.Option("--ask", help="A plugin whose own slapo_doctor hook to ask as well; may be repeated."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Look over the environment; exit 1 if something is wrong.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slapo_core.cli.arguments import AsJson
 from slapo_core.cli.output import print_json, print_table
 from slapo_core.plugins import current_registry
 from slapo_core.plugins.metadata import CORE_DISTRIBUTION
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def list_plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+    as_json: AsJson = False,
     kind: Annotated[str | None, typer.Option("--kind", help="Only plugins that provide this kind.")] = None,
 ) -> None:
     """List the installed plugins with their state, and what to do about those that are not ok. Imports none."""
@@ -44,7 +45,7 @@ def list_plugins(
 
 def show(
     name: Annotated[str, typer.Argument(help="A distribution, e.g. acme-slapo.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show one plugin: state, reason, remedy, where it lies, and everything it provides. Does not import it."""
     plugin = current_registry().plugin(name)

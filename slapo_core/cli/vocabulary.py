@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slapo_core.cli.arguments import AsJson
 from slapo_core.cli.output import print_json, print_table
 from slapo_core.plugins import current_registry
 from slapo_core.plugins.metadata import noun
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def primitives(
     name: Annotated[str | None, typer.Argument(help="One primitive, bare or full, e.g. pad or acme.pad.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the usable primitives, importing none; with a NAME, load that one and show arguments and documentation."""
     if name is None:
@@ -28,7 +29,7 @@ def primitives(
 
 
 def dialects(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the usable dialects, the values of ``build(..., target=...)``. Imports none."""
     print_names("dialects", as_json=as_json)

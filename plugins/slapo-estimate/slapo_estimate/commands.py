@@ -20,6 +20,7 @@ from slapo_core.cli import (
     NamedSchedule,
     ScheduleName,
     batch_of,
+    batch_option,
     find_function,
     find_schedule,
     print_json,
@@ -118,6 +119,15 @@ def _print(device: DeviceSpec) -> None:
 
 
 Loss = Annotated[str | None, typer.Option("--loss", metavar="MODULE:FN", help="loss(output, batch), as for build.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="A class of torch.optim, MODULE:FN as for build, or none.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="FILE|NAME",
+        help="Predict time by this device: a file of `slapo device measure`; or h100, a100.",
+    ),
+]
 Microbatches = Annotated[
     int | None, typer.Option("--microbatches", min=1, help="Micro-batches of a pipeline; default: as for build.")
 ]
@@ -144,29 +154,15 @@ def estimate(
     mesh: MeshSizes = None,
     batch: Annotated[
         list[str] | None,
-        typer.Option(
-            "--batch",
-            metavar="MODULE:FN|NAME=SHAPE:DTYPE",
-            help="One rank's batch: a function that returns it; or its tensors, repeated: input_ids=4x512:int64. "
-            "Integers are zeros, or ones if the name contains 'mask'. SHAPE:DTYPE without a name is positional.",
-        ),
+        batch_option("One rank's batch", "Integers are zeros, or ones if the name contains 'mask'."),
     ] = None,
-    optimizer: Annotated[
-        str, typer.Option("--optimizer", help="A class of torch.optim, MODULE:FN as for build, or none.")
-    ] = "AdamW",
+    optimizer: Optimizer = "AdamW",
     loss: Loss = None,
     accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches of a step.")] = 1,
     microbatches: Microbatches = None,
     target: Annotated[str, typer.Option("--target", help="The dialect whose training step is estimated.")] = "torch",
     config: ConfigFile = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="FILE|NAME",
-            help="Predict time by this device: a file of `slapo device measure`; or h100, a100.",
-        ),
-    ] = None,
+    device: Device = None,
     rank: Annotated[
         int | None, typer.Option("--rank", min=0, help="One global rank; default: one of each kind of rank.")
     ] = None,

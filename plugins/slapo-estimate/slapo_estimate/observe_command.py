@@ -15,13 +15,23 @@ from slapo_core.cli import (
     NamedSchedule,
     ScheduleName,
     batch_of,
+    batch_option,
     call_function,
     find_function,
     find_schedule,
     print_json,
     progress,
 )
-from slapo_estimate.commands import ConfigFile, Loss, Microbatches, estimate_named, find_device, optimizer_of
+from slapo_estimate.commands import (
+    ConfigFile,
+    Device,
+    Loss,
+    Microbatches,
+    Optimizer,
+    estimate_named,
+    find_device,
+    optimizer_of,
+)
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -46,13 +56,7 @@ def observe(
     mesh: MeshSizes = None,
     batch: Annotated[
         list[str] | None,
-        typer.Option(
-            "--batch",
-            metavar="MODULE:FN|NAME=SHAPE:DTYPE",
-            help="One rank's batch: a function that returns it; or its tensors, repeated: input_ids=4x512:int64. "
-            "Floats are random; integers are zeros, or ones if the name contains 'mask'. SHAPE:DTYPE without a name is "
-            "positional.",
-        ),
+        batch_option("One rank's batch", "Floats are random; integers are zeros, or ones if the name contains 'mask'."),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Observed training steps.")] = 1,
     loss: Loss = None,
@@ -60,18 +64,14 @@ def observe(
         str | None,
         typer.Option("--target", help="Observe an engine of this dialect; default: the scheduled model alone."),
     ] = None,
-    optimizer: Annotated[
-        str, typer.Option("--optimizer", help="Of an engine: a class of torch.optim, or MODULE:FN as for build.")
-    ] = "AdamW",
+    optimizer: Optimizer = "AdamW",
     accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches of an engine's step.")] = 1,
     microbatches: Microbatches = None,
     config: ConfigFile = None,
     with_estimate: Annotated[
         bool, typer.Option("--estimate", help="Estimate the step, too, and show both side by side.")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="FILE|NAME", help="Of the estimate's time; see `slapo estimate`.")
-    ] = None,
+    device: Device = None,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for the processes.")] = 600.0,
     as_json: AsJson = False,
 ) -> None:

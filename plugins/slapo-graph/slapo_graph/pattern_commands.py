@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from slapo_core import Command
-from slapo_core.cli import print_json, print_names
+from slapo_core.cli import AsJson, print_json, print_names
 from slapo_core.plugins import current_registry
 
 
@@ -27,7 +27,7 @@ class PatternCommands(Command):
 
 
 def list_patterns(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the usable patterns. Imports none."""
     print_names("patterns", as_json=as_json)
@@ -35,7 +35,7 @@ def list_patterns(
 
 def show_pattern(
     name: Annotated[str, typer.Argument(help="One pattern, e.g. fusion.sdpa.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Load one pattern, and show its documentation, its alternatives and its replacement."""
     registry = current_registry()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slapo_core import Command
-from slapo_core.cli import print_json, print_table
+from slapo_core.cli import AsJson, print_json, print_table
 from slapo_core.errors import UnknownNameError
 from slapo_core.plugins import current_registry
 
@@ -58,7 +58,7 @@ class ModelCommands(Command):
 
 
 def list_models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the classes of models with their schedules. Imports no schedule."""
     entries = _entries()
@@ -70,7 +70,7 @@ def list_models(
 
 def show_model(
     name: Annotated[str, typer.Argument(help="A schedule or a class, e.g. llama or LlamaForCausalLM.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Load one schedule, and show its source, with its documentation, and its models."""
     registry = current_registry()

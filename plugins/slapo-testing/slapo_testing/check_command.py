@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slapo_core import Command
-from slapo_core.cli import print_json, print_table
+from slapo_core.cli import AsJson, print_json, print_table
 from slapo_core.plugins import Registry
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def check(
     device: Annotated[
         str | None, typer.Option(help="Device of cases, e.g. cpu; default: the accelerator if there is one.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Import and check plugins: rules, documentation, imports, and their cases.
 

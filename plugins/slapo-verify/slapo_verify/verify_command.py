@@ -16,6 +16,7 @@ from slapo_core.cli import (
     ModelName,
     ScheduleName,
     batch_for,
+    batch_option,
     find_schedule,
     print_json,
     progress,
@@ -39,12 +40,10 @@ def verify(
     mesh: MeshSizes = None,
     batch: Annotated[
         list[str] | None,
-        typer.Option(
-            "--batch",
-            metavar="MODULE:FN|NAME=SHAPE:DTYPE",
-            help="One batch: a function that returns it; or its tensors, repeated: input_ids=4x32:int64, with random "
-            "values within the vocabulary. SHAPE:DTYPE without a name is positional. Default: the schedule's "
-            "example_inputs; else made from the model's configuration or first layer.",
+        batch_option(
+            "One batch",
+            "Values are random, within the vocabulary. Default: the schedule's example_inputs; else made from the "
+            "model's configuration or first layer.",
         ),
     ] = None,
     precision: Annotated[

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slapo_core import Command
-from slapo_core.cli import AsJson, batch_for_steps, batch_of, find_function, find_schedule, print_json, progress
-from slapo_estimate.commands import Loss, Microbatches, optimizer_of
+from slapo_core.cli import (
+    AsJson,
+    batch_for_steps,
+    batch_of,
+    batch_option,
+    find_function,
+    find_schedule,
+    print_json,
+    progress,
+)
+from slapo_estimate.commands import Loss, Microbatches, Optimizer, optimizer_of
 
 if TYPE_CHECKING:
     from slapo_core.cli import NamedSchedule
@@ -49,12 +58,7 @@ def show(
     ] = None,
     batch: Annotated[
         list[str] | None,
-        typer.Option(
-            "--batch",
-            metavar="MODULE:FN|NAME=SHAPE:DTYPE",
-            help="One rank's batch, as of `slapo estimate`: for stages and memory. Default: the schedule's example "
-            "inputs.",
-        ),
+        batch_option("One rank's batch, for stages and memory", "Default: the schedule's example inputs."),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page of one file, which loads nothing.")
@@ -67,9 +71,7 @@ def show(
         bool | None,
         typer.Option("--estimate/--no-estimate", help="Estimate memory and collectives. Default: for --html."),
     ] = None,
-    optimizer: Annotated[
-        str, typer.Option("--optimizer", help="Of the estimate: a class of torch.optim, MODULE:FN, or none.")
-    ] = "AdamW",
+    optimizer: Optimizer = "AdamW",
     loss: Loss = None,
     microbatches: Microbatches = None,
     pipeline_schedule: Annotated[

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slapo_core import Command
-from slapo_core.cli import AsJson, batch_of, call_function, find_function, print_json, print_table, progress
-from slapo_estimate.commands import Loss, find_device, optimizer_of
+from slapo_core.cli import (
+    AsJson,
+    batch_of,
+    batch_option,
+    call_function,
+    find_function,
+    print_json,
+    print_table,
+    progress,
+)
+from slapo_estimate.commands import Loss, Optimizer, find_device, optimizer_of
 
 if TYPE_CHECKING:
     from slapo_models.choice.search import Choice
@@ -31,13 +40,7 @@ def suggest(
     model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="A function that returns the model.")],
     devices: Annotated[int, typer.Option("--devices", min=1, help="Number of devices, one rank each.")],
     batch: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--batch",
-            metavar="MODULE:FN|NAME=SHAPE:DTYPE",
-            help="The batch of a step of all replicas: a function that returns it; or its tensors, repeated: "
-            "input_ids=64x512:int64.",
-        ),
+        list[str] | None, batch_option("The batch of a step of all replicas", "", "input_ids=64x512:int64")
     ] = None,
     memory: Annotated[
         str | None, typer.Option("--memory", help="Bytes of a device, e.g. 70GiB; default: 90 % of the device's.")
@@ -45,9 +48,7 @@ def suggest(
     device: Annotated[
         str, typer.Option("--device", metavar="FILE|NAME", help="A file of `slapo device measure`; or h100, a100.")
     ] = "a100",
-    optimizer: Annotated[
-        str, typer.Option("--optimizer", help="A class of torch.optim, MODULE:FN as for build, or none.")
-    ] = "AdamW",
+    optimizer: Optimizer = "AdamW",
     loss: Loss = None,
     schedule: Annotated[
         str | None,

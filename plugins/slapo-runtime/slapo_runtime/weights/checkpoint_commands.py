@@ -15,13 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from slapo_core import ArgumentError, Command, WeightsError
-from slapo_core.cli import print_json, print_table
+from slapo_core.cli import AsJson, print_json, print_table
 from slapo_runtime.sizes import format_bytes, parse_bytes
 
 _Directory = Annotated[
     Path, typer.Argument(help="A directory of checkpoints, the checkpoint of a step, or safetensors files.")
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")]
 
 
 class CheckpointCommands(Command):
@@ -37,7 +36,7 @@ class CheckpointCommands(Command):
         return app
 
 
-def show(directory: _Directory, as_json: _Json = False) -> None:
+def show(directory: _Directory, as_json: AsJson = False) -> None:
     """Show the checkpoints in a directory: size, tensors, optimizer, ranks.
 
     An incomplete checkpoint is of an interrupted save; engine.load() passes it over.
@@ -51,7 +50,7 @@ def show(directory: _Directory, as_json: _Json = False) -> None:
     print_table(columns, [["-" if one[key] is None else str(one[key]) for key in columns] for one in shown])
 
 
-def verify(directory: _Directory, as_json: _Json = False) -> None:
+def verify(directory: _Directory, as_json: AsJson = False) -> None:
     """Check that files are there in full, and as they were written; exit 1 if not.
 
     Sizes, headers and indexes of all files are checked; checksums of checkpoints, too. An incomplete checkpoint is of

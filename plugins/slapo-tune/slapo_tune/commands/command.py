@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from slapo_core import Command
+from slapo_core.cli import AsJson
 
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.py", help="A Python file with a Study named `study`.")]
 LogFile = Annotated[Path | None, typer.Option("--log", help="Log to use instead of the study's.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Maximum number of trials, including those already in the log.")]
 Chosen = Annotated[str | None, typer.Option("--sampler", help="Sampler to use instead of the study's, e.g. random.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")]
 
 
 class TuneCommands(Command):
