@@ -34,7 +34,7 @@ help:  ## list the targets
 demo: $(STAMP)  ## train a BERT on two processes and compare it with one
 	$(PYTHON) examples/bert_tp.py
 
-test: $(STAMP)  ## style, types, import contracts and the tests, of long tables a sample (D=slapo-tp: of one distribution)
+test: $(STAMP)  ## style, import contracts and the tests, of long tables a sample (D=slapo-tp: of one distribution)
 	@set -e; tests="$(TESTS)"; [ -z "$(D)" ] || [ -n "$$tests" ]; \
 	$(PYTEST) --durations=20 --durations-min=1 $(PYTEST_ARGS) $$tests
 

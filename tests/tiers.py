@@ -20,6 +20,7 @@ from zlib import crc32
 import pytest
 
 from slapo_runtime import launcher
+from slapo_testing.parametrize import BoundCheck
 
 ROOT = Path(__file__).parent.parent
 DURATIONS = ROOT / "tests" / "durations.json"
@@ -79,30 +80,32 @@ _LEAST, _OF = 2, 4
 def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Leave out up to three quarters of the cases of each parametrized test that is no unit test, where there are many.
 
-    Cases stay first whose last parameter stays nowhere else: of a kit's checks, which several plugins run, each runs.
+    Cases stay whose last parameter stays least often: of a kit's checks, which several plugins run, each runs.
     """
     tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("ranks") or item.get_closest_marker("slow"):
             tests[item.nodeid.partition("[")[0]].append(item)
-    stay: Counter[str] = Counter()
+    stay: Counter[Any] = Counter()
     for name, cases in sorted(tests.items()):
         if len(cases) > _LEAST:
             step = min(_OF, len(cases) // _LEAST + 1)
             turns = {item: turn % step for turn, item in enumerate(sorted(cases, key=_nodeid), crc32(name.encode()))}
-            cases.sort(key=lambda item: (stay[_last(item)], turns[item], item.nodeid))
-            kept = len(cases) // step
-            stay.update(map(_last, cases[:kept]))
-            yield from cases[kept:]
+            for _ in range(len(cases) // step):
+                chosen = min(cases, key=lambda item: (stay[_tried(item)], turns[item], item.nodeid))
+                cases.remove(chosen)
+                stay[_tried(chosen)] += 1
+            yield from cases
 
 
 def _nodeid(item: pytest.Item) -> str:
     return item.nodeid
 
 
-def _last(item: pytest.Item) -> str:
-    """The name of its last parameter: ``undo_is_exact`` of ``test_sync[sync-overlap-undo_is_exact]``."""
-    return item.nodeid.partition("[")[2].rpartition("-")[2]
+def _tried(item: pytest.Item) -> Any:
+    """What a case tries: the check of a kit, or the name of its last parameter."""
+    last = list(item.callspec.params.values())[-1]  # type: ignore[attr-defined]
+    return last.check if isinstance(last, BoundCheck) else item.nodeid.partition("[")[2].rpartition("-")[2]
 
 
 def _file(nodeid: str) -> str:

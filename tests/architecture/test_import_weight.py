@@ -53,12 +53,8 @@ def test_commands_import_no_heavy_library(code: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_detector_sees_torch() -> None:
-    assert "torch" in heavy_modules_after("import torch")
-
-
-@pytest.mark.slow
 def test_only_who_compiles_or_trains_imports_the_compiler() -> None:
     names = "slapo_core.create_schedule, slapo_core.verify, slapo_core.build"
     assert heavy_modules_after(f"import slapo_core; {names}") == ["torch", "numpy"]  # and so are public names lazy
-    assert "torch._dynamo" in heavy_modules_after("import torch; torch.optim.SGD([torch.ones(1)]).step")
+    trained = "import torch; torch.optim.SGD([torch.ones(1)]).step"
+    assert {"torch", "torch._dynamo"} <= {*heavy_modules_after(trained)}, "the detector sees both"

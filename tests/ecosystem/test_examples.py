@@ -131,6 +131,11 @@ def test_loop_is_listed_by_the_command_line(loop: Installed) -> None:
 
 
 @pytest.mark.slow
+def test_loop_trains_as_plain_pytorch_does(loop: Installed) -> None:
+    assert loop.run_own_tests("-k", "training_is_that_of_the_plain_model")
+
+
+@pytest.mark.slow
 @pytest.mark.breadth
 def test_loop_is_a_dialect_that_trains(loop: Installed) -> None:
     assert loop.run_own_tests() > 30  # the kit's checks
@@ -142,6 +147,7 @@ def test_fx_is_a_tracer_that_passes_its_checks(fx: Installed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_fsdp_trains_a_bert_as_plain_pytorch_does(fsdp: Installed) -> None:
     assert fsdp.run_own_tests("-k", "tokens_weigh_alike") == 1
 

@@ -10,12 +10,12 @@ from tests.support.estimate_judge import compare
 from tests.tiers import sampled
 
 SAMPLE = [
-    Case("bert", tp=2, checkpointed="some", mask="padded", attention="eager", batch=3, length=33),
     Case("gpt2", tp=8, dtype="bfloat16", mask="ones", accumulate=2, optimizer="SGD, momentum"),
-    Case("llama", tp=2, kv_heads=2, checkpointed="all", tied=False),
+    Case("bert", tp=2, checkpointed="some", mask="padded", attention="eager", batch=3, length=33),
     Case("llama", kv_heads=2, mask="padded", dtype="bfloat16", optimizer="AdamW, one by one", batch=1),
-    Case("t5", tp=4, mask="ones", checkpointed="some", optimizer="SGD"),
+    Case("llama", tp=2, kv_heads=2, checkpointed="all", tied=False),
     Case("resnet", tp=2, batch=3, length=17, checkpointed="some", frozen=True),
+    Case("t5", tp=4, mask="ones", checkpointed="some", optimizer="SGD"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 from collections.abc import Iterable, Iterator
@@ -39,22 +40,28 @@ def _public_modules() -> set[str]:
     return {file.stem for file in _ROOT.glob("[!_]*.py")} - {"private", *_OTHER_PLACES} | _PACKAGES
 
 
-def _users(modules: Iterable[str]) -> dict[str, set[str]]:
-    """Module -> the distributions that import it."""
+@functools.cache
+def _imports() -> list[tuple[str, str]]:
+    """Each module of slapo-runtime that a file outside of it imports, with the distribution of the file."""
     packages = {"core": Path(slapo_core.__file__).parent}
     packages |= {
         file.parent.name.removeprefix("slapo_"): file.parent for file in _ROOT.parents[1].glob("*/slapo_*/py.typed")
     }
-    found: dict[str, set[str]] = {module: set() for module in modules}
+    found = []
     for name, package in packages.items():
         for file in package.rglob("*.py"):
-            for imported in _imported(file):
+            for imported in _imported(file) if "slapo_runtime" in file.read_text() else ():
                 root, _, rest = imported.partition(".")
                 module = rest.partition(".")[0]
                 own = file == _ROOT / f"{module}.py" or file.is_relative_to(_ROOT / module)
-                if root == "slapo_runtime" and module in found and not own:
-                    found[module].add(name)
+                if root == "slapo_runtime" and not own:
+                    found.append((module, name))
     return found
+
+
+def _users(modules: Iterable[str]) -> dict[str, set[str]]:
+    """Module -> the distributions that import it."""
+    return {module: {name for imported, name in _imports() if imported == module} for module in modules}
 
 
 def _documented() -> dict[str, list[str]]:

@@ -91,7 +91,7 @@ def _has_checkpoint(stage: Any) -> bool:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("pp", [pytest.param(2, marks=pytest.mark.breadth), 4])
 def test_every_schedule_gives_reference_gradients(pp: int) -> None:
     assert len({schedule.name for schedule, _, _ in cases(pp)}) == 7
     for differing in run_ranks(on_rank, pp, world_size=pp):

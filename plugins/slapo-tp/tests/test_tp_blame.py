@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -392,6 +393,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Steps]]] = {
 }  # fmt: skip
 
 
+FURTHER = {
+    "right t5", "coupled attention", "coupled attentions", "relative bias", "right blocks", "residuals",
+    "sums around residuals", "one residual", "right channels", "right channels, called", "norms of channels",
+}  # fmt: skip
+"""Those of the tests that are marked as breadth."""
+
+
 def verify(make: Callable[[], nn.Module], steps: Steps, *, runs_before: bool) -> slapo.VerifyError | None:
     torch.manual_seed(0)
     model = make()
@@ -424,6 +432,7 @@ def verify_all() -> dict[str, tuple[str, tuple[str, ...]] | None]:
     errors = {
         name: verify(make, steps(), runs_before=name.endswith("called"))
         for name, (make, steps) in {**right, **CASES}.items()
+        if name not in FURTHER or os.environ.get("SLAPO_TEST_WHOLE")
     }
     return {name: None if error is None else (error.message, error.steps) for name, error in errors.items()}
 
@@ -441,7 +450,9 @@ def suggested(answer: tuple[str, tuple[str, ...]]) -> str:
 
 
 def test_the_right_schedules_agree(answers: dict[str, Any]) -> None:
-    assert [answers[name] for name in answers if name.startswith("right")] == [None] * 10
+    right = {name: answer for name, answer in answers.items() if name.startswith("right")}
+    assert set(right) >= {"right gpt2", "right qwen3", "right sequence", "right low rank"}
+    assert set(right.values()) == {None}
 
 
 def test_attributes_that_nobody_divided_are_named_with_the_call(answers: dict[str, Any]) -> None:
@@ -503,6 +514,7 @@ def test_gradients_that_only_have_to_be_summed_are_named(answers: dict[str, Any]
     assert suggested(answers["norms of the sequence"]) == norm
 
 
+@pytest.mark.breadth
 def test_blocks_that_work_only_together_are_narrowed_down(answers: dict[str, Any]) -> None:
     assert suggested(answers["coupled attention"]) == f"add sch['{T.format(1)}.k'].sync('backward')"
     message, steps = answers["coupled attentions"]
@@ -526,6 +538,7 @@ def test_a_gradient_that_is_summed_twice_is_blamed_on_the_step_that_sums_it(answ
     assert answers["two reductions"][1] == ("#14 sync_gradient('weight') at 'layers.1.up.a'",)
 
 
+@pytest.mark.breadth
 def test_a_reduction_around_a_residual_is_named_with_its_place(answers: dict[str, Any]) -> None:
     assert suggested(answers["residuals"]) == (
         "leave #2,6 sync('bwd_post', op='all_reduce') at 'layers.{0-1}' out; "
@@ -539,6 +552,7 @@ def test_a_reduction_around_a_residual_is_named_with_its_place(answers: dict[str
     assert suggested(answers["one residual"]) == f"{moved}.sync('bwd_post', op='all_reduce')"
 
 
+@pytest.mark.breadth
 def test_norms_over_split_channels_that_are_not_split_say_so_where_they_raise(answers: dict[str, Any]) -> None:
     message, steps = answers["norms of channels"]
     assert "running_mean should contain 2 elements not 4" in message

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import slapo_core as slapo
 from slapo_verify import VerifyReport
+from tests.tiers import crossed
 
 
 class Cnn(nn.Module):
@@ -130,8 +131,7 @@ def transformers_models() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "t5"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("name", "device"), crossed(["bert", "llama", "gpt2", "t5"], ["cpu", "meta"]))
 def test_transformers_models_agree_when_checkpointed(name: str, device: str) -> None:
     cls, config, layers = transformers_models()[name]
     with torch.device(device):

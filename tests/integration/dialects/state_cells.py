@@ -100,7 +100,7 @@ def save(cells: Sequence[StateCell]) -> None:
             assert not (found := list(_step(engine, step, dtype))), (layout, found)
         torch.manual_seed(_seed(replica_of(engine)[0]))
         engine.attach("position", Position(SAMPLES))
-        asynchronous = dtype == torch.float32 and (EVERYTHING or world_size(layout) == 2)  # a worker for each rank
+        asynchronous = dtype == torch.float32 and (EVERYTHING or "ZeRO" in layout)  # a worker for each rank
         pending = engine.save(_place(layout, dtype), asynchronous=asynchronous)
         if pending is not None:
             pending.wait()
