@@ -25,7 +25,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Attention whose forward reads a number of heads and a width."""
 
-    def __init__(self, *, scale: bool = False) -> None:
+    def __init__(self, *, scale: Callable[[int], Any] | None = None) -> None:
         super().__init__()
         self.heads, self.inner, self.scale = HEADS, HEADS * SIZE, scale
         self.qkv, self.out = nn.Linear(WIDTH, 3 * HEADS * SIZE), nn.Linear(HEADS * SIZE, WIDTH)
@@ -36,7 +36,7 @@ class Attention(nn.Module):
             part.view(batch, length, self.heads, SIZE).transpose(1, 2) for part in self.qkv(x).split(self.inner, dim=-1)
         )
         found = attended(q, k, v)
-        return self.out(found / self.heads if self.scale else found)  # type: ignore[no-any-return]
+        return self.out(found if self.scale is None else found / self.scale(self.heads))  # type: ignore[no-any-return]
 
 
 class Parallel(nn.Module):
@@ -249,7 +249,9 @@ class Odd:
 
 ODD = {
     "attention": Odd(Attention, ("qkv.weight", "out.weight")),
-    "attention scaled by its heads": Odd(lambda: Attention(scale=True), ()),
+    "attention scaled by its heads": Odd(lambda: Attention(scale=float), ()),
+    "attention scaled by a tensor of its heads": Odd(lambda: Attention(scale=lambda n: torch.tensor(float(n))), ()),
+    "attention scaled by its heads, filled in": Odd(lambda: Attention(scale=lambda n: torch.full((1,), n)), ()),
     "parallel": Odd(Parallel, ("fused.weight", "out.weight", "up.weight", "down.weight")),
     "latent": Odd(Latent, ("query.weight", "expand.weight", "out.weight")),
     "a sum is read": Odd(ReadsASum, ("up.weight", "down.weight")),

@@ -71,6 +71,24 @@ def test_a_layer_is_on_slices_as_by_hand() -> None:
     assert "6 of 6 sums are reduce-scattered" in str(report)
 
 
+def test_dropout_of_slices_is_forked_in_the_order_of_the_model() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 97, "n_positions": 16, "attn_pdrop": 0.0}
+    sch, report = scheduled(GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False)), llama()[1], sequence_parallel=True)
+    forked = [record.path for record in sch.records if record.name == "tp.fork_rng"]
+    dropouts = ("attn.resid_dropout", "mlp.dropout")
+    assert forked == [f"transformer.h.{number}.{name}" for number in range(3) for name in dropouts]
+    assert not report.assumptions
+
+
+def test_frozen_parameters_are_an_assumption() -> None:
+    model, batch = llama()
+    model.get_parameter("model.embed_tokens.weight").requires_grad_(False)
+    _, report = scheduled(model, batch)
+    assert "frozen" in " ".join(report.assumptions)
+
+
 def test_a_length_that_the_ranks_do_not_divide_stays_all_reduced() -> None:
     sch, report = scheduled(*llama(11), sequence_parallel=True)
     plain, _ = scheduled(*llama(11))

@@ -31,6 +31,8 @@ def auto(
     The steps are ordinary ones, each with its reason (``sch.explain()``); a matrix stays full where no split of it can
     be proved right.
 
+    Gradients are summed as the model needs them now: unfreeze parameters before, or call this again on a new schedule.
+
     Args:
         sch: the schedule, without steps; tensor parallelism is over its mesh dimension ``tp``.
         example_inputs: one batch, as ``verify`` takes it, with labels if the model computes its loss; None takes the
@@ -41,7 +43,8 @@ def auto(
             on this machine's device; or names of patterns, e.g. ``("fusion.sdpa",)``.
         sequence_parallel: whether each rank works on its slice of the sequence between splits, where that can be
             proved; every batch's sequence must then be divisible by the number of ranks. ``report.all_reduced`` has
-            the sums that stay all-reduced.
+            the sums that stay all-reduced. Hidden states that the model returns for these inputs are full; those that
+            are asked for later (``output_hidden_states=True``) may be slices: ask for them in ``example_inputs``.
 
     Returns:
         the split parameters, the full matrices with the reason of each, and the sums over the ranks.

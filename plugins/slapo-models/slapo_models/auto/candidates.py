@@ -10,7 +10,7 @@ from typing import Any
 
 from slapo_models.auto.axes import LEAF, SUM, Axis, coverage
 from slapo_models.auto.placement import Follow, Graph, LeftWhole, Placement
-from slapo_models.auto.recording import BUFFER, PARAMETER, Value
+from slapo_models.auto.recording import PARAMETER, Value
 
 
 @dataclass(frozen=True)
@@ -304,6 +304,3 @@ def steps(candidate: Candidate) -> list[Step]:
     for path in placement.streams:
         found.append(Step(path, "fork_rng", (), (), "it uses the RNG on a shard"))
     return found
-
-
-__all__ = ["BUFFER", "Candidate", "Step", "all_divisors", "candidates", "local_shape", "packing", "prove", "steps"]

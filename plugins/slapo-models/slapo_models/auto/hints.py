@@ -28,14 +28,13 @@ def tp_plan(model: nn.Module) -> dict[str, str]:
     plans = (
         (prefix, module, plan) for prefix, module in model.named_modules() for plan in _plans(prefix, module) if plan
     )
+    prefix, module, plan = next(plans, ("", model, {}))
     found: dict[str, str] = {}
-    for prefix, module, plan in plans:
-        for path, _ in module.named_parameters(remove_duplicate=False):
-            own = ".".join("*" if level.isdigit() else level for level in path.split("."))
-            word = plan.get(own, plan.get(own.rpartition(".")[0]))
-            if word in _AXES:
-                found[f"{prefix}.{path}".lstrip(".")] = word
-        break
+    for path, _ in module.named_parameters(remove_duplicate=False):
+        own = ".".join("*" if level.isdigit() else level for level in path.split("."))
+        word = plan.get(own, plan.get(own.rpartition(".")[0]))
+        if word in _AXES:
+            found[f"{prefix}.{path}".lstrip(".")] = word
     return found
 
 

@@ -13,8 +13,6 @@ from slapo_models.auto.recording import CONSTANT, Operator, Recording, Value
 Rule = Callable[[Operator], list[Axis] | None]
 _RULES: dict[str, Rule] = {}
 
-CONTRACTED: str = "contracted"
-
 
 def infer(recording: Recording) -> dict[int, list[Axis]]:
     """Give every value its axes.

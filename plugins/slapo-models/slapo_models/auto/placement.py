@@ -37,7 +37,6 @@ class Placement:
         gradients: path -> arguments whose gradients are partial.
         parameters: unsharded parameters whose gradients are partial: path and name.
         streams: paths of modules that use the RNG on shards.
-        same_streams: those that use it on full tensors besides, so that the ranks drop equal elements of their shards.
         regions: paths of modules that run an operator on a shard.
         biases: paths of modules whose forward must leave their bias out, which is added to the reduced sum.
         partial: values that are partial, or were reduced.
@@ -48,7 +47,6 @@ class Placement:
     gradients: dict[str, tuple[int | str, ...] | None] = field(default_factory=dict)
     parameters: dict[tuple[str, str], None] = field(default_factory=dict)
     streams: dict[str, None] = field(default_factory=dict)
-    same_streams: dict[str, None] = field(default_factory=dict)
     regions: dict[str, None] = field(default_factory=dict)
     biases: dict[str, None] = field(default_factory=dict)
     partial: set[Value] = field(default_factory=set)
@@ -122,7 +120,7 @@ class Follow:
         self._split = frozenset(self._leaves)
         self._coverage: dict[Value, frozenset[frozenset[Axis]]] = {}
         self._partial: set[Value] = set()
-        self._reduced: dict[Value, list[Call]] = {}
+        self._reduced: dict[Value, Call] = {}
         self._partial_uses: dict[Value, list[Operator]] = {}
         self._left_out: set[tuple[Operator, Value]] = set()
         self._segments: list[Value] = []  # full segments of concatenations whose other segments are split
@@ -211,8 +209,8 @@ class Follow:
         """Return whether an operator reads a value before its reduction."""
         if value not in self._partial:
             return False
-        calls = self._reduced.get(value)
-        return calls is None or any(operator.call.is_within(call) for call in calls)
+        call = self._reduced.get(value)
+        return call is None or operator.call.is_within(call)
 
     # -- forward ----------------------------------------------------------------------------------------------
 
@@ -319,21 +317,13 @@ class Follow:
 
     def _reduce(self, value: Value, operator: Operator) -> None:
         """Reduce a partial at the output of the innermost module that returns it."""
-        calls = []
-        for call in operator.call.chain():
-            if value in call.outputs:
-                if any(use.call.is_within(call) and use.index > operator.index for use in value.uses):
-                    continue
-                calls.append(call)
-                break
-        if not calls:
+        returning = (call for call in operator.call.chain() if value in call.outputs)
+        call = next((call for call in returning if not any(use.call.is_within(call) for use in value.uses)), None)
+        if call is None:
             if value in self._graph.outputs:
                 raise LeftWhole(f"the model returns the partial sum of {operator.where}")
-            if not value.uses:
-                return
             return
-        self._reduced[value] = calls
-        call = calls[0]
+        self._reduced[value] = call
         floating = [each for each in call.outputs if each.dtype.is_floating_point]
         position = (call.outputs.index(value),) if len(floating) > 1 else ()
         before = self.placement.sums.get(call.path)
@@ -350,7 +340,7 @@ class Follow:
         for value in operator.inputs:
             if not value.needs_gradient or self.is_split(value) or self._is_partial_in(value, operator):
                 continue
-            if (operator, value) in self._left_out or value.dtype.is_floating_point is False:
+            if (operator, value) in self._left_out or not value.dtype.is_floating_point:
                 continue
             self._use(value, operator)
 
@@ -477,7 +467,7 @@ class Follow:
     # -- random numbers ---------------------------------------------------------------------------------------
 
     def _check_streams(self) -> None:
-        """Leave out streams of modules that use the RNG on full tensors besides."""
+        """Leave out modules that use the RNG on full tensors besides: the ranks drop equal elements of their shards."""
         for path in list(self.placement.streams):
             calls = self._graph.calls_of[path]
             if any(
@@ -486,7 +476,6 @@ class Follow:
                 for operator in self._graph.random
             ):
                 del self.placement.streams[path]
-                self.placement.same_streams[path] = None
 
 
 def _block(path: str) -> str:

@@ -93,7 +93,7 @@ class Value:
         uses: operators that read it.
         axes: filled by the operators' rules.
         needs_gradient: whether a gradient flows to it.
-        numbers: the elements of a short integer tensor, where they are known.
+        numbers: the elements of a short integer tensor or constant, where they are known.
         changed_gradient: what changes its gradient in a way that is not known; ``""``: nothing.
         has_own_backward: whether its gradient goes through a backward that the model defines.
     """
@@ -106,7 +106,7 @@ class Value:
     uses: list[Operator] = field(default_factory=list)
     axes: list[Axis] = field(default_factory=list)
     needs_gradient: bool = False
-    numbers: tuple[int, ...] | None = None
+    numbers: tuple[float, ...] | None = None
     changed_gradient: str = ""
     has_own_backward: bool = False
 
@@ -335,20 +335,21 @@ class _Recorder(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, origin: str) -> Value:
         value = Value(tuple(tensor.shape), tensor.dtype, origin)
-        if tensor.dtype == torch.int64 and tensor.dim() == 1 and tensor.numel() <= _SHORT:
-            value.numbers = self._numbers_in(tensor)
+        is_constant = origin == CONSTANT and type(tensor) is Tensor and not tensor.is_meta  # e.g. torch.tensor(0.5)
+        if tensor.numel() <= _SHORT and (is_constant or (tensor.dtype == torch.int64 and tensor.dim() == 1)):
+            value.numbers = self._numbers_in(tensor, is_constant=is_constant)
         self._values[id(tensor)] = value
         if id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = tensor  # so that no other tensor gets its id
             self._storages.setdefault(storage_id(tensor), []).append(tensor)
         return value
 
-    def _numbers_in(self, tensor: Tensor) -> tuple[int, ...] | None:
-        known = self._known.value_of(tensor)
+    def _numbers_in(self, tensor: Tensor, *, is_constant: bool) -> tuple[float, ...] | None:
+        known = tensor if is_constant else self._known.value_of(tensor)
         if known is None or known.is_meta:
             return None
         with unset_fake_temporarily():
-            return tuple(known.tolist())
+            return tuple(known.flatten().tolist())
 
     def value(self, tensor: Tensor) -> Value:
         """Return the value of a tensor."""

@@ -145,6 +145,9 @@ def _plan(
             sch.undo(to=before)
             reasons[value] = " ".join(error.message.split())
     recording.assumptions.update(assumptions)
+    read = [value for value in recording.values.values() if value.origin == PARAMETER and value.uses]
+    if not all(value.needs_gradient for value in read):
+        recording.assumptions["frozen parameters stay frozen: a gradient that only they need is not summed"] = None
     plan = Plan(splits, tuple(vocabulary), _report(recording, taken, reasons, failures, ranks))
     if not sequence_parallel:
         return plan

@@ -214,7 +214,7 @@ def with_sequence(plan: SequencePlan, steps: Iterable[Step], graph: Graph) -> li
         given = names[0] if len(names) == 1 else tuple(sorted(names, reverse=True))
         found.append(Step(path, "sync_gradient", (given,), (), "it is on every rank and sees a slice of the sequence"))
     forked = {step.path for step in found if step.name == "fork_rng"}
-    for path in plan.streams.keys() - forked:
+    for path in (path for path in plan.streams if path not in forked):
         found.append(Step(path, "fork_rng", (), (), "it uses the RNG on a slice of the sequence"))
     return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from slapo_models.auto.axes import LEAF, Axis
 from slapo_models.auto.candidates import Candidate, all_divisors, local_shape
@@ -16,9 +15,6 @@ from slapo_models.auto.operators import apply_rule
 from slapo_models.auto.placement import Follow, Graph, argument_name
 from slapo_models.auto.private import tree_map_only
 from slapo_models.auto.recording import PARAMETER, Call, Operator, Value
-
-if TYPE_CHECKING:
-    pass
 
 FULL, SLICE, PARTIAL = "full", "slice", "partial"
 Place = tuple[str, int | str]  # the path of a module, and an argument or the position of an output
@@ -207,9 +203,9 @@ class Region:
 
     def _entering(self, state: str, value: Value, call: Call) -> str:
         keys = [key for key, each in call.inputs.items() if each is value]
-        names = {argument_name(call, key) for key in keys}
-        places = {(call.path, name) for name in names}
-        entered, gathered = places & self.plan.entered.keys(), places & self.plan.gathered.keys()
+        places = dict.fromkeys((call.path, argument_name(call, key)) for key in keys)  # in the order of every process
+        entered = [place for place in places if place in self.plan.entered]
+        gathered = [place for place in places if place in self.plan.gathered]
         if state == SLICE and not gathered and self._training and value not in call.outputs:
             sinks = self._sinks_in(value, call)
             if sinks:
@@ -218,13 +214,13 @@ class Region:
                     reason = f"the input of {type(call.module).__name__} has tokens and samples on one axis"
                     raise NeedsFullError(value, None, reason)
                 self.plan.gathered.update(dict.fromkeys(places, axis))
-                self.plan.inside.update(dict.fromkeys(sinks - places, next(iter(places))))
-                gathered = places
+                self.plan.inside.update(dict.fromkeys(sinks - places.keys(), next(iter(places))))
+                gathered = list(places)
         if not entered and not gathered:
             return state
-        place = next(iter(entered or gathered))
+        place = (entered or gathered)[0]
         kind, table = ("entered", self.plan.entered) if entered else ("gathered", self.plan.gathered)
-        if value in call.outputs or (entered or gathered) != places or state != (FULL if entered else SLICE):
+        if value in call.outputs or len(entered or gathered) != len(places) or state != (FULL if entered else SLICE):
             raise WrongPlaceError((kind, *place), value)
         if entered and value not in self.axes:
             self._cut(value, table[place])  # type: ignore[index]

@@ -16,7 +16,7 @@ from slapo_core.internals import Internals
 from slapo_models.auto.axes import PRODUCT, SUM, Axis
 from slapo_models.auto.candidates import Candidate, Step, all_divisors, local_shape, local_size
 from slapo_models.auto.placement import COPIES, Graph, LeftWhole
-from slapo_models.auto.recording import Call, Operator, Value, Watch, record, without_memory
+from slapo_models.auto.recording import CONSTANT, Call, Operator, Value, Watch, record, without_memory
 from slapo_models.auto.situations import Situation
 from slapo_models.auto.slices import Region
 
@@ -357,14 +357,8 @@ def _names_read(cls: type) -> set[str]:
     return found
 
 
-_RESIZED = frozenset(
-    f"aten::{name}"
-    for name in (
-        "view", "_unsafe_view", "expand", "repeat", "reshape", "zeros", "ones", "empty", "full", "new_zeros",
-        "new_ones", "new_full", "new_empty", "split", "split_with_sizes", "slice", "rand", "randn", "empty_strided",
-        "as_strided", "_reshape_alias", "unflatten", "new_empty_strided", "native_layer_norm", "convolution", "narrow",
-    )
-)  # fmt: skip
+_RESIZED = frozenset(f"aten::{name}" for name in ("split", "slice", "narrow", "convolution"))
+"""Operators with numbers that depend on sizes: of a shard, from its start to its end, of groups of channels."""
 _REPEATS = COPIES | {f"aten::{name}" for name in ("unsqueeze", "expand", "view", "_unsafe_view", "reshape")}
 
 
@@ -417,7 +411,7 @@ class _Comparison(Watch):
             raise Mismatch(call, f"{operator.where} runs instead of {expected.where}")
         for own, other in zip(operator.results, expected.results, strict=False):
             self._compare(call, own, self._shape(other, None), operator.where)
-        if operator.name not in _RESIZED and _scalars(operator) != _scalars(expected):
+        if operator.name not in _RESIZED and _numbers(operator) != _numbers(expected):
             raise Mismatch(call, f"{operator.where} gets another number")
         if operator.name in ("aten::slice", "aten::narrow") and not self._starts_alike(operator, expected):
             raise Mismatch(call, f"{operator.where} begins at another element")
@@ -510,8 +504,7 @@ def _local_start(axis: Axis, start: int, by: Mapping[Axis, int]) -> int | None:
     return None if axis in by else start
 
 
-def _scalars(operator: Operator) -> list[object]:
-    return [value for value in operator.arguments.values() if type(value) in (int, float, bool, str)]
-
-
-__all__ = ["LeftWhole", "Mismatch", "Trial", "apply"]
+def _numbers(operator: Operator) -> list[object]:
+    """Return the numbers among an operator's arguments, and the elements of constants."""
+    own = [value for value in operator.arguments.values() if type(value) in (int, float, bool, str)]
+    return [*own, *(value.numbers for value in operator.inputs if value.origin == CONSTANT)]
