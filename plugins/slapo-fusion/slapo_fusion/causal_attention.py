@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import slapo_core as slapo
 from slapo_core import ApplyError
-from slapo_fusion.patterns import LOW, softmax_weights
+from slapo_fusion.patterns import LOW, WRITTEN_OUT, softmax_weights
 from slapo_fusion.private import assert_on_device, version_of
 
 _CONSTANT = slapo.patterns.any_constant()
@@ -127,6 +127,8 @@ class CausalScaledDotProductAttention(slapo.Pattern):
     name = "fusion.causal_sdpa"
     replacement = staticmethod(causal_attention)
     results_only = True
+    computed_by = (F.scaled_dot_product_attention,)
+    hint = WRITTEN_OUT
 
     def alternatives(self) -> Iterable[Any]:
         def causal_scaled_dot_product_attention(

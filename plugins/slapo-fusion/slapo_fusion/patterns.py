@@ -312,6 +312,13 @@ LOW = -1e4
 """A score as low as this, or lower, gets a weight of 0 wherever another key is visible."""
 
 
+WRITTEN_OUT = (
+    'models of transformers write attention out with attn_implementation="eager"; a ready schedule leaves it as it is '
+    "with kernels=False"
+)
+"""How to make a model whose attention matches."""
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -421,6 +428,8 @@ class ScaledDotProductAttention(slapo.Pattern):
     name = "fusion.sdpa"
     replacement = staticmethod(attention)
     results_only = True
+    computed_by = (F.scaled_dot_product_attention,)
+    hint = WRITTEN_OUT
 
     def alternatives(self) -> Iterable[Any]:
         def scaled_dot_product_attention(

@@ -67,6 +67,14 @@ def test_near_misses_do_not_match(case: str) -> None:
     assert torch.equal(sch.model.eval()(*inputs), before.eval()(*inputs))
 
 
+@pytest.mark.parametrize("name", ["fusion.sdpa", "fusion.causal_sdpa"])
+def test_attention_that_is_not_written_out_is_named_with_the_option_of_the_model(name: str, message: Messages) -> None:
+    sch = traced(F.scaled_dot_product_attention, (Q, K, V))
+    with pytest.raises(slapo.PreconditionError) as refused:
+        sch["op"].replace(match=name)
+    message(refused, "the graph calls scaled_dot_product_attention itself", 'attn_implementation="eager"')
+
+
 def test_the_factor_of_gemma_is_one_and_the_weight_not_the_weight_alone() -> None:
     _, function, inputs = FOUND["RMSNorm of Gemma"]
     (match,) = traced(function, inputs)["op"].find("fusion.rms_norm")

@@ -89,11 +89,16 @@ class Pattern(ABC):
             new module; None if there is none. It must be right for every alternative.
         results_only: the replacement returns only the pattern's result. Inner values that the traced module returns
             without using them, e.g. attention weights, become None.
+        computed_by: functions that compute it in one call. Where nothing matches, the refusal names the one that the
+            graph calls, with ``hint``.
+        hint: how to make a model that writes it out instead.
     """
 
     name: ClassVar[str]
     replacement: ClassVar[Callable[..., Any] | None] = None
     results_only: ClassVar[bool] = False
+    computed_by: ClassVar[tuple[Callable[..., Any], ...]] = ()
+    hint: ClassVar[str] = ""
 
     @abstractmethod
     def alternatives(self) -> Iterable[Any]:

@@ -132,6 +132,10 @@ class MatchSelector(Selector):
         elif found.closed or found.hooked:
             hint = how_to_open(found.closed, found.hooked)
         named = f"the pattern {value!r}" if isinstance(value, str) else "the pattern"
+        plugin = load_pattern(Internals(schedule).registry, value) if isinstance(value, str) else None
+        present = _called(plugin.computed_by, node) if plugin is not None else None
+        if present is not None:
+            return Violation(f"no match for {named}: the graph calls {present.__name__} itself", plugin.hint or hint)
         return Violation(f"no match for {named}{nearest}", hint)
 
 
@@ -166,6 +170,13 @@ def _located(match: Match, schedule: Schedule) -> Match:
         path=match.path,
         hint="find the pattern again",
     )
+
+
+def _called(functions: Collection[Callable[..., Any]], node: Node) -> Callable[..., Any] | None:
+    """Return the first of the functions that a graph at or below ``node`` calls; None if none does."""
+    traced = (each for each in node.walk() if functions and graph_of(each) is not None)
+    calls = {call.target for each in traced for call in first_graph(each).nodes if call.op == "call_function"}
+    return next((each for each in functions if each in calls), None)
 
 
 def _nearest_miss(pattern: GraphPattern, node: Node) -> str | None:
