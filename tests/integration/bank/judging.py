@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from slapo_core.errors import RankMismatchError, SlapoError
+from slapo_core.tree.selection import matching
 from tests.integration.bank.steps import Wrong
 
 __all__ = ["blames_rightly"]
@@ -31,7 +32,7 @@ def blames_rightly(wrong: Wrong, made: Sequence[range], error: SlapoError, *, re
     text = str(error)
     if wrong.anywhere:
         return True
-    if any(f"sch['{path}'].{call}" in text for path, call in wrong.add):
+    if any(_suggests(text, path, call) for path, call in wrong.add):
         return True
     if refused is not None:
         return refused in wrong.guilty or wrong.steps[refused].path in wrong.near or _mentions(text, wrong)
@@ -53,6 +54,11 @@ def blames_rightly(wrong: Wrong, made: Sequence[range], error: SlapoError, *, re
 
 
 _RECORD = re.compile(r"#(\d+) [^\n]* at '([^']*)'")
+
+
+def _suggests(text: str, path: str, call: str) -> bool:
+    """Whether a text has a call at a path, or at a glob that selects it."""
+    return any(matching(place, [path]) for place in re.findall(rf"sch\['([^']*)'\]\.{re.escape(call)}", text))
 
 
 def _steps(error: SlapoError, text: str) -> Sequence[str]:
