@@ -103,7 +103,14 @@ def _candidates(model: nn.Module, generator: torch.Generator) -> Iterator[Exampl
         else:
             value = torch.randn(shape, generator=generator).to(dtype)
         kind = str(value.dtype).removeprefix("torch.")
-        yield ExampleBatch((value,), f"made for the first layer, {about}: {name} {shape} {kind}")
+        how = f"made for the first layer, {about}: {name} {shape} {kind}"
+        yield ExampleBatch((value,), how + _left_out(parameters, name))
+
+
+def _left_out(parameters: Mapping[str, inspect.Parameter], *given: str) -> str:
+    ordinary = [name for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    others = ", ".join(name for name in ordinary if name not in given)
+    return f"; without {others}, so what needs them does not run: --batch gives them" if others else ""
 
 
 def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
@@ -154,7 +161,8 @@ def _of_configuration(
     elif "labels" in taken and name.endswith(_CLASSES):
         labels = integers("labels", (SAMPLES,), model, generator)
     for given in ([] if labels is None else [{**batch, "labels": labels}]) + [batch]:
-        yield ExampleBatch(given, f"made from the model's configuration: {_words(given, model)}")
+        without = _left_out({name: taken[name] for name in ("labels",) if name in taken}, *given)
+        yield ExampleBatch(given, f"made from the model's configuration: {_words(given, model)}{without}")
 
 
 def _words(batch: Mapping[str, Any], model: Any) -> str:

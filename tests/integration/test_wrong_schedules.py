@@ -137,6 +137,7 @@ def test_blame_is_right_only_where_it_names_the_step_or_its_pair_and_little_else
     assert not judged(missing)
     assert judged(missing, 0, text='add sch[\'model.layers.0.mlp\'].sync("bwd_post", "all_reduce")')
     assert not judged(missing, 0, text='add sch[\'model.layers.1.mlp\'].sync("bwd_post", "all_reduce")')
+    assert judged(missing, 0, text='add sch[\'model.layers.*.mlp\'].sync("bwd_post", "all_reduce")')
     outside = Wrong(right, "", right.steps, near=("model.norm",), outside=True)
     assert judged(outside, text="no step causes it: ... were changed outside of the schedule")
     assert not judged(outside, 3)

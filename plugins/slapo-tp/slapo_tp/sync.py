@@ -251,7 +251,8 @@ def _gradient_violations(sync: Sync, node: Node) -> Iterator[Violation]:
     elif state == "partial":
         yield Violation(
             "the weight is split on its input axis, so each rank's input is its own shard with its own gradient",
-            "remove this call; it belongs to the layer that is split on its output axis",
+            "remove this call; it belongs to the layer that is split on its output axis, or split this layer with "
+            f"axis={kind.axis_of('output')}",
         )
 
 

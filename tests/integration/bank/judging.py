@@ -31,7 +31,7 @@ def blames_rightly(wrong: Wrong, made: Sequence[range], error: SlapoError, *, re
     text = str(error)
     if wrong.anywhere:
         return True
-    if any(f"sch['{path}'].{call}" in text for path, call in wrong.add):
+    if any(_suggests(text, path, call) for path, call in wrong.add):
         return True
     if refused is not None:
         return refused in wrong.guilty or wrong.steps[refused].path in wrong.near or _mentions(text, wrong)
@@ -53,6 +53,12 @@ def blames_rightly(wrong: Wrong, made: Sequence[range], error: SlapoError, *, re
 
 
 _RECORD = re.compile(r"#(\d+) [^\n]* at '([^']*)'")
+
+
+def _suggests(text: str, path: str, call: str) -> bool:
+    """Whether a text has a call at a path, or at a glob that selects it."""
+    places = re.findall(rf"sch\['([^']*)'\]\.{re.escape(call)}", text)
+    return any(re.fullmatch(re.escape(place).replace(r"\*", "[^.]*"), path) for place in places)
 
 
 def _steps(error: SlapoError, text: str) -> Sequence[str]:
