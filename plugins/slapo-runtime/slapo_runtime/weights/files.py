@@ -98,7 +98,7 @@ def warn_of_other_function(steps: Sequence[str]) -> None:
         warn_user(
             "the saved weights are of the reference model, which computes another function than the trained model:\n  "
             + "\n  ".join([*steps[:3], *([f"... ({len(steps)} in all)"] if steps[3:] else [])])
-            + "\nhint: load them into the reference model, and replay the schedule: slapo_core.replay(model, schedule)"
+            + "\nhint: load them into the reference model, and replay the schedule: slapo.replay(model, schedule)"
         )
 
 

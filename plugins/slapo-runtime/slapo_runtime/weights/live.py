@@ -43,7 +43,7 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
     if not isinstance(schedule, Schedule):
         raise ArgumentError(
             f"{call} takes the schedule (got {type(schedule).__name__})",
-            hint=f"sch = slapo.create_schedule(model, mesh=...); slapo_core.{call}(sch, ...)",
+            hint=f"sch = slapo.create_schedule(model, mesh=...); slapo.{call}(sch, ...)",
         )
     _reshard(schedule.model)
     kept = Internals(schedule).cache(call)
@@ -287,7 +287,7 @@ def _optimized(sch: Schedule, optimizer: torch.optim.Optimizer, call: str) -> Mo
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             f"{call} takes an optimizer of torch (got {type(optimizer).__name__})",
-            hint=f"slapo_core.{call}(sch, optimizer); for a wrapper, e.g. accelerate's, its .optimizer",
+            hint=f"slapo.{call}(sch, optimizer); for a wrapper, e.g. accelerate's, its .optimizer",
         )
     state.check_unchanged()
     return state
