@@ -147,7 +147,7 @@ def python_of(choice: Choice) -> str:
     limit = "" if choice.memory is None else f" of {text_of_bytes(choice.memory)}"
     predicted = f"# Predicted for {choice.device.name}: {time} a step, {memory}{limit}."
     use = f"""\
-# sch = slapo.create_schedule(model, mesh=MESH, example_inputs=micro_batch)  # of {choice.best.samples}, on each rank
+# sch = slapo.create_schedule(model, mesh=MESH, example_inputs=micro_batch)  # samples: {choice.best.samples}
 # schedule(sch)
 # engine = slapo.build(sch, optimizer=..., **OPTIONS)"""
     return f"{imports}\n\n{predicted}\n{use}\nMESH = {mesh}\nOPTIONS = {options}\n\n\n{function}"
