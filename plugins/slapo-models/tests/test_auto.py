@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -123,6 +124,9 @@ def test_a_family_is_split_as_by_hand(name: str, ranks: int) -> None:
     in_layers = [path for path in report.left_whole if ".layer" in path or ".h." in path or ".block" in path]
     assert not [path for path in in_layers if not path.endswith("mlp.gate.weight")]  # a router
     assert {record.name for record in sch.records} >= {"tp.shard", "tp.sync", "loss.linear_cross_entropy"}
+    for before, record in itertools.pairwise(sch.records):
+        if str(record.primitive) == "sync('fwd_post', op='all_reduce')" and layouts(sch).get(f"{record.path}.weight"):
+            assert before.path == record.path  # the layer's own shard
 
 
 def test_each_step_has_its_reason() -> None:

@@ -94,7 +94,7 @@ def test_long_sequences_are_fitted_where_a_solver_without_activations_exceeds_me
     assert parameters < limit < peak(free)
     assert peak(ours) <= limit
     assert ours.best.prediction.checkpointed
-    assert ("pp=2", "1 samples of a replica are fewer than its stages") in ours.refused
+    assert ("pp=2", "a replica has 1 sample for 2 stages") in ours.refused
     assert free.best.prediction.memory == pytest.approx(peak(free), rel=0.02)
 
 

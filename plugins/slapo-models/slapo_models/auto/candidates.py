@@ -266,7 +266,7 @@ def local_size(axis: Axis, by: Mapping[Axis, int]) -> int:
 
 
 def steps(candidate: Candidate) -> list[Step]:
-    """Return the steps of a proved split, without attributes."""
+    """Return the steps of a proved split, without attributes: first where it begins, then where its sums end it."""
     found: list[Step] = []
     by_call: dict[tuple[str, tuple[tuple[str, Any], ...], int], list[str]] = {}
     for member in candidate.members:
@@ -295,6 +295,8 @@ def steps(candidate: Candidate) -> list[Step]:
     for path, positions in placement.sums.items():
         options = [("outputs", positions)] if positions else []
         found.append(Step(path, "sync", ("fwd_post", "all_reduce"), tuple(options), "its output is a partial sum"))
+    ends = list(placement.sums)
+    found.sort(key=lambda step: ends.index(step.path) if step.path in ends else -1)
     summed: dict[str, list[str]] = {}
     for path, name in placement.parameters:
         summed.setdefault(path, []).append(name)

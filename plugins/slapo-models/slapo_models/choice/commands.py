@@ -146,7 +146,11 @@ def python_of(choice: Choice) -> str:
     *_, time, memory, _ = choice.best.row()
     limit = "" if choice.memory is None else f" of {text_of_bytes(choice.memory)}"
     predicted = f"# Predicted for {choice.device.name}: {time} a step, {memory}{limit}."
-    return f"{imports}\n\n{predicted}\nMESH = {mesh}\nOPTIONS = {options}  # of build\n\n\n{function}"
+    use = f"""\
+# sch = slapo.create_schedule(model, mesh=MESH, example_inputs=micro_batch)  # samples: {choice.best.samples}
+# schedule(sch)
+# engine = slapo.build(sch, optimizer=..., **OPTIONS)"""
+    return f"{imports}\n\n{predicted}\n{use}\nMESH = {mesh}\nOPTIONS = {options}\n\n\n{function}"
 
 
 def _literal(value: dict[str, Any]) -> str:

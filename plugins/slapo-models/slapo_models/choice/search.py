@@ -336,7 +336,8 @@ class Search:
             for shards in (False, True)[: 1 + (dp > 1)]:
                 sizes = [size for size in divisors(self.samples // dp) if pp == 1 or self.samples // dp // size >= pp]
                 if not sizes:
-                    self.refused.append((name, f"{self.samples // dp} samples of a replica are fewer than its stages"))
+                    samples = f"{self.samples // dp} sample{'' if self.samples == dp else 's'}"
+                    self.refused.append((name, f"a replica has {samples} for {pp} stages"))
                     break
                 tried = [self._candidate(tp, pp, dp, shards, size, profiles) for size in sizes]
                 fitting = [candidate for candidate in tried if candidate is not None]
