@@ -17,6 +17,7 @@ from slapo_graph.patterns.definition import pattern_of
 from slapo_graph.patterns.index import indexed
 from slapo_graph.patterns.matcher import embeddings
 from tests.messages import Messages
+from tests.tiers import crossed
 
 NODES = 300
 
@@ -115,8 +116,7 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.parametrize("build", [chain, braid, tree])
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("pattern", "build"), crossed(PATTERNS, [chain, braid, tree]))
 def test_sums_of_sums_are_found_or_not_in_proportionate_steps(pattern: Any, build: Any) -> None:
     count = tried(pattern, built(build))[1]
     assert count < 12 * 12 * NODES, count

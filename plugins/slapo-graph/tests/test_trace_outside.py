@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from tests.tiers import sampled
 
 X = torch.arange(8.0).reshape(2, 4) / 8
 
@@ -137,7 +138,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], Callable[[], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("flatten", sampled([False, True]))
 @pytest.mark.parametrize(("run", "terms"), ARGUMENTS, ids=lambda value: getattr(value, "__name__", None))
 def test_a_change_of_an_argument_is_refused_at_its_line(
     run: Callable[..., Any], terms: Callable[[], Any], flatten: bool

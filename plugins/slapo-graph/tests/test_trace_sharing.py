@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
+from tests.tiers import sampled
 
 X = torch.randn(2, 3, 4)
 
@@ -151,7 +152,9 @@ DIFFERENCES: dict[str, tuple[Callable[[Block], Any], bool]] = {
 
 @pytest.mark.parametrize(
     ("name", "flatten"),
-    [*((name, True) for name in DIFFERENCES), *((name, False) for name in ("attribute", "index that is not read"))],
+    sampled(
+        [*((name, True) for name in DIFFERENCES), *((name, False) for name in ("attribute", "index that is not read"))]
+    ),
 )
 def test_a_block_that_differs_has_its_own_recording(name: str, flatten: bool) -> None:
     change, is_apart = DIFFERENCES[name]

@@ -17,6 +17,7 @@ from slapo_core.internals import Edit
 from slapo_runtime.launcher import run_ranks
 from slapo_verify.dropout import Draw, compare_draws
 from tests.messages import Messages
+from tests.tiers import crossed
 
 from . import test_verification_ranks as mini
 
@@ -152,8 +153,7 @@ WRONG: dict[str, tuple[nn.Module, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("random", ["", "layer.2", "layer.1", "layer.1.drop"])
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(("name", "random"), crossed(WRONG, ["", "layer.2", "layer.1", "layer.1.drop"]))
 def test_dropout_that_is_gone_stronger_or_on_in_evaluation_is_blamed_on_its_step(
     name: str, random: str, message: Messages
 ) -> None:
