@@ -113,12 +113,10 @@ def _merge(operator: Operator, inputs: Sequence[Value], shape: Sequence[int]) ->
     return found
 
 
-@rule("clone", "detach", "alias", "_to_copy", "lift_fresh", "lift_fresh_copy", "zeros_like", "ones_like", "empty_like",
-      "full_like", "rand_like", "randn_like", "native_dropout", "bernoulli", "bernoulli_", "where", "masked_fill",
-      "masked_fill_", "copy_", "copy", "fill_", "zero_", "normal_", "uniform_", "_unsafe_masked", "contiguous", "to",
-      "_conj", "resolve_conj", "nan_to_num", "view_as", "softplus", "gelu", "silu", "_fused_dropout", "exponential_",
-      "set_", "lerp", "addcmul", "celu", "elu", "hardtanh", "leaky_relu", "rrelu_with_noise", "collective::copy",
-      "collective::all_reduce", "collective::all_reduce_", "slapo::overwritten")  # fmt: skip
+@rule("detach", "alias", "_to_copy", "lift_fresh", "lift_fresh_copy", "zeros_like", "ones_like", "empty_like",
+      "full_like", "rand_like", "randn_like", "native_dropout", "bernoulli", "where", "masked_fill", "copy", "fill_",
+      "zero_", "normal_", "uniform_", "_conj", "_fused_dropout", "exponential_", "set_", "rrelu_with_noise",
+      "collective::copy", "collective::all_reduce", "collective::all_reduce_", "slapo::overwritten")  # fmt: skip
 def _pointwise(operator: Operator) -> None:
     inputs = list(dict.fromkeys(operator.inputs))
     if operator.name == "slapo::overwritten":
@@ -141,7 +139,7 @@ def _counted(operator: Operator) -> None:
         _block(value, operator.where)
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "view_copy")
+@rule("view", "_unsafe_view", "_reshape_alias", "view_copy")
 def _view(operator: Operator) -> None:
     (result,) = operator.results
     source = operator.arguments["self"]
@@ -176,7 +174,7 @@ def _t(operator: Operator) -> None:
     operator.results[0].axes = operator.arguments["self"].axes[::-1]
 
 
-@rule("transpose", "transpose_", "swapaxes")
+@rule("transpose")
 def _transpose(operator: Operator) -> None:
     source = operator.arguments["self"]
     axes = list(source.axes)
@@ -210,13 +208,13 @@ def _squeeze(operator: Operator) -> None:
     ]
 
 
-@rule("expand", "expand_as", "broadcast_to")
+@rule("expand")
 def _expand(operator: Operator) -> None:
     (result,) = operator.results
     result.axes = _merge(operator, [operator.arguments["self"]], result.shape)
 
 
-@rule("repeat", "tile")
+@rule("repeat")
 def _repeat(operator: Operator) -> None:
     source, repeats = operator.arguments["self"], operator.arguments["repeats"]
     axes = [*(Axis(1) for _ in range(len(repeats) - len(source.axes))), *source.axes]
@@ -265,12 +263,11 @@ def _unbind(operator: Operator) -> None:
         result.axes = [*source.axes[:dim], *source.axes[dim + 1 :]]
 
 
-@rule("split", "split_with_sizes", "chunk", "tensor_split", "narrow", "unsafe_split", "split_copy",
-      "unsafe_split_with_sizes")  # fmt: skip
+@rule("split", "split_with_sizes", "unsafe_split", "split_copy", "unsafe_split_with_sizes")
 def _split(operator: Operator) -> None:
     source = operator.arguments["self"]
     dim = _dim(source, operator.arguments.get("dim", 0))
-    position = operator.arguments["start"] if operator.name == "aten::narrow" else 0
+    position = 0
     for result in operator.results:
         size = result.shape[dim]
         axes = list(source.axes)
@@ -279,7 +276,7 @@ def _split(operator: Operator) -> None:
         position += size
 
 
-@rule("cat", "concat")
+@rule("cat")
 def _cat(operator: Operator) -> None:
     tensors = [value for value in operator.arguments["tensors"] if value.shape != (0,)]
     (result,) = operator.results
@@ -299,7 +296,7 @@ def _stack(operator: Operator) -> None:
     result.axes = [*axes[:dim], new, *axes[dim:]]
 
 
-@rule("constant_pad_nd", "pad")
+@rule("constant_pad_nd")
 def _pad(operator: Operator) -> None:
     source, (result,), pad = operator.arguments["self"], operator.results, operator.arguments["pad"]
     axes = list(source.axes)
@@ -334,14 +331,12 @@ def _reduce(operator: Operator) -> None:
 
 
 @rule("_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "logcumsumexp", "_safe_softmax", "flip", "roll",
-      "tril", "triu", "glu", "topk", "cummax", "_euclidean_dist")  # fmt: skip
+      "tril", "triu", "topk", "cummax")  # fmt: skip
 def _along(operator: Operator) -> None:
     source = operator.arguments["self"]
     dims = operator.arguments.get("dim", operator.arguments.get("dims", -1))
     if operator.name in ("aten::tril", "aten::triu", "aten::tril_", "aten::triu_"):
         dims = [-1, -2]
-    if operator.name in ("aten::glu", "aten::_euclidean_dist"):
-        return _unknown(operator)
     own = {_dim(source, dim) for dim in ([dims] if isinstance(dims, int) else dims)}
     _block(source, operator.where, own)
     for result in operator.results:
@@ -349,10 +344,10 @@ def _along(operator: Operator) -> None:
             axis if axis.size == size else Axis(size) for axis, size in zip(source.axes, result.shape, strict=True)
         ]
         _block(result, operator.where, own)
-    return None
+    return
 
 
-@rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
+@rule("native_layer_norm", "_fused_rms_norm")
 def _norm(operator: Operator) -> None:
     source = operator.arguments["input"]
     number = len(operator.arguments["normalized_shape"])
@@ -370,7 +365,7 @@ def _norm(operator: Operator) -> None:
 
 
 @rule("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "_batch_norm_with_update",
-      "_native_batch_norm_legit_no_training", "batch_norm")  # fmt: skip
+      "_native_batch_norm_legit_no_training")  # fmt: skip
 def _batch_norm(operator: Operator) -> None:
     source = operator.arguments["input"]
     for name in ("weight", "bias", "running_mean", "running_var"):
@@ -383,11 +378,11 @@ def _batch_norm(operator: Operator) -> None:
         result.axes = [source.axes[1] if size == source.shape[1] else Axis(size) for size in result.shape]
 
 
-@rule("mm", "bmm", "addmm", "baddbmm", "matmul", "mv", "dot", "addbmm", "_grouped_mm", "addmv", "linear")
+@rule("mm", "bmm", "addmm", "baddbmm", "_grouped_mm")
 def _product(operator: Operator) -> list[Axis]:
     values = operator.arguments
     a: Any = values.get("mat1", values.get("batch1", values.get("self")))
-    b: Any = values.get("mat2", values.get("batch2", values.get("vec", values.get("tensor"))))
+    b: Any = values.get("mat2", values.get("batch2"))
     if operator.name in ("aten::addmm", "aten::baddbmm", "aten::mm", "aten::bmm"):
         unify(a.axes[-1], b.axes[-2], operator.where)
         axes = [*a.axes[:-1], b.axes[-1]]
@@ -523,8 +518,7 @@ def _index_put(operator: Operator) -> None:
     return None
 
 
-@rule("index_add", "index_copy", "scatter", "scatter_add", "gather", "index_fill", "scatter_reduce", "take_along_dim",
-      "scatter_", "scatter_add_")  # fmt: skip
+@rule("index_add", "index_copy", "scatter", "scatter_add", "gather", "index_fill", "scatter_reduce")
 def _by_index(operator: Operator) -> None:
     source, dim = operator.arguments["self"], _dim(operator.arguments["self"], operator.arguments["dim"])
     _block(source, operator.where, [dim])
@@ -544,8 +538,8 @@ def _by_index(operator: Operator) -> None:
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
-      "_scaled_dot_product_flash_attention", "_scaled_dot_product_attention_math",
-      "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_cudnn_attention")  # fmt: skip
+      "_scaled_dot_product_flash_attention", "_scaled_dot_product_fused_attention_overrideable",
+      "_scaled_dot_product_cudnn_attention")  # fmt: skip
 def _attention(operator: Operator) -> None:
     query, key, value = (operator.arguments[name] for name in ("query", "key", "value"))
     mask = operator.arguments.get("attn_mask", operator.arguments.get("attn_bias"))
@@ -578,8 +572,8 @@ def _attention(operator: Operator) -> None:
 
 
 @rule("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "max_pool3d_with_indices", "avg_pool1d",
-      "max_pool2d", "adaptive_avg_pool1d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d",
-      "avg_pool3d", "_adaptive_avg_pool3d", "_upsample_bilinear2d_aa")  # fmt: skip
+      "adaptive_avg_pool1d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "avg_pool3d",
+      "_adaptive_avg_pool3d", "_upsample_bilinear2d_aa")  # fmt: skip
 def _pool(operator: Operator) -> None:
     source = operator.arguments["self"]
     number = 3 if "3d" in operator.name else 1 if "1d" in operator.name else 2

@@ -90,7 +90,7 @@ _LINEAR = frozenset(
     for name in (
         "view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "clone", "_to_copy",
         "alias", "slice", "select", "split", "split_with_sizes", "unbind", "sum", "mean", "neg", "index",
-        "index_select", "unflatten", "reshape", "view_copy", "gather", "constant_pad_nd", "repeat",
+        "index_select", "view_copy", "gather", "constant_pad_nd", "repeat",
     )
 )  # fmt: skip
 COPIES = frozenset(("aten::clone", "aten::alias", "aten::detach", "aten::_to_copy", "slapo::overwritten"))
@@ -102,7 +102,7 @@ _INTO_ZEROS = frozenset(f"aten::{name}" for name in ("index_add", "index_add_", 
                                                      "scatter_add", "scatter_add_"))  # fmt: skip
 _SAME = frozenset(f"aten::{name}" for name in ("detach", "alias", "clone", "view", "_to_copy", "expand", "slice"))
 _MADE_NEW = frozenset(f"aten::{name}" for name in ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like"))
-_SEGMENTS = frozenset(f"aten::{name}" for name in ("slice", "split", "split_with_sizes", "narrow", "index"))
+_SEGMENTS = frozenset(f"aten::{name}" for name in ("slice", "split", "split_with_sizes", "index"))
 _ZEROS = frozenset(f"aten::{name}" for name in ("zeros", "zeros_like", "new_zeros"))
 
 

@@ -19,7 +19,7 @@ from slapo_models.auto.recording import PARAMETER, Call, Operator, Value
 FULL, SLICE, PARTIAL = "full", "slice", "partial"
 Place = tuple[str, int | str]  # the path of a module, and an argument or the position of an output
 Tried = tuple[str, str, int | str]
-_INDEXING = frozenset(("aten::alias", "aten::slice", "aten::narrow"))
+_INDEXING = frozenset(("aten::alias", "aten::slice"))
 """Operators of an index, which may take other elements of the next batch."""
 
 

@@ -357,9 +357,9 @@ def _names_read(cls: type) -> set[str]:
     return found
 
 
-_RESIZED = frozenset(f"aten::{name}" for name in ("split", "slice", "narrow", "convolution"))
+_RESIZED = frozenset(f"aten::{name}" for name in ("split", "slice", "convolution"))
 """Operators with numbers that depend on sizes: of a shard, from its start to its end, of groups of channels."""
-_REPEATS = COPIES | {f"aten::{name}" for name in ("unsqueeze", "expand", "view", "_unsafe_view", "reshape")}
+_REPEATS = COPIES | {f"aten::{name}" for name in ("unsqueeze", "expand", "view", "_unsafe_view")}
 
 
 def _alike(operator: Operator) -> str:
@@ -413,7 +413,7 @@ class _Comparison(Watch):
             self._compare(call, own, self._shape(other, None), operator.where)
         if operator.name not in _RESIZED and _numbers(operator) != _numbers(expected):
             raise Mismatch(call, f"{operator.where} gets another number")
-        if operator.name in ("aten::slice", "aten::narrow") and not self._starts_alike(operator, expected):
+        if operator.name == "aten::slice" and not self._starts_alike(operator, expected):
             raise Mismatch(call, f"{operator.where} begins at another element")
 
     def _next(self, call: Call, operator: Operator) -> Operator | None:

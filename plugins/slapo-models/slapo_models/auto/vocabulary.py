@@ -10,7 +10,7 @@ from slapo_models.auto.candidates import Step
 from slapo_models.auto.placement import Graph, LeftWhole
 from slapo_models.auto.recording import PARAMETER, Operator, Value
 
-_LOSSES = ("aten::_log_softmax", "aten::nll_loss_forward", "aten::cross_entropy_loss")
+_LOSSES = ("aten::_log_softmax", "aten::nll_loss_forward")
 _LEAST_ROWS = 4  # times the classes of a head without an embedding are its width: fewer do not pay for collectives
 _BEHIND_A_LOOKUP = frozenset(
     f"aten::{name}" for name in ("mul", "mul_", "div", "div_", "_to_copy", "view", "_unsafe_view", "detach", "clone")
