@@ -133,8 +133,7 @@ class MatchSelector(Selector):
             hint = how_to_open(found.closed, found.hooked)
         named = f"the pattern {value!r}" if isinstance(value, str) else "the pattern"
         plugin = load_pattern(Internals(schedule).registry, value) if isinstance(value, str) else None
-        present = _called(plugin.computed_by, node) if plugin is not None else None
-        if present is not None:
+        if plugin is not None and (present := _called(plugin.computed_by, node)) is not None:
             return Violation(f"no match for {named}: the graph calls {present.__name__} itself", plugin.hint or hint)
         return Violation(f"no match for {named}{nearest}", hint)
 
