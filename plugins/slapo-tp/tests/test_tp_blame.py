@@ -500,7 +500,7 @@ def test_a_split_of_the_other_axis_is_named_with_the_layer_that_raises(answers: 
     message, _ = answers["other axis"]
     write = "write sch['transformer.h.*.mlp.c_proj'].shard('weight', axis=0) in place of #8,17"
     assert suggested(answers["other axis"]) == write
-    where = message.splitlines()[0].partition("('transformer.h.0.mlp.c_proj', ")[2]
+    where = message.splitlines()[0].partition("(in 'transformer.h.0.mlp.c_proj', ")[2]
     assert "/transformers/" in where  # the innermost line outside of torch and slapo
     write = f"write sch['{L}.o_proj'].shard('weight', axis=1) in place of #13"
     assert suggested(answers["other axis of one"]) == write

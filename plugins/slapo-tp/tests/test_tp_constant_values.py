@@ -70,3 +70,30 @@ def test_the_same_schedule_of_a_layer_that_is_known_agrees() -> None:
     down = nn.Linear(32, 16)
     nn.init.zeros_(down.bias)
     assert slapo.verify(scheduled(down, 0.0), X).world_size == 2
+
+
+class Adapter(nn.Module):
+    """A low-rank layer beside another: its second matrix is zero at first, and so is the gradient of its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.a, self.b = nn.Linear(16, 32), nn.Linear(16, 2, bias=False), nn.Linear(2, 32, bias=False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.b(self.a(x))
+        return out
+
+
+def test_the_sum_that_an_adapter_lacks_is_named_though_it_shows_only_after_an_update() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Adapter(), nn.ReLU(), nn.Linear(32, 16)), mesh={"tp": 2})
+    sch["0.base"].shard(["weight", "bias"], axis=0)
+    sch["0.b"].shard("weight", axis=0)
+    sch["0"].sync("bwd_post", "all_reduce")
+    sch["2"].shard("weight", axis=1).sync("forward")
+    with pytest.raises(slapo.VerifyError) as error:
+        slapo.verify(sch, X)
+    assert error.value.tensor == "gradient of 0.a.weight"
+    assert "add sch['0.a'].sync_gradient('weight')" in error.value.message
+    sch["0.a"].sync_gradient("weight")
+    assert slapo.verify(sch, X).world_size == 2

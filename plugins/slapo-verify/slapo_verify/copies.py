@@ -229,6 +229,10 @@ class ModelCopies:
                 self._redrawn[name] = (drawn * sign).to(self.device, value.dtype)
         return list(self._redrawn)
 
+    def restore_constants(self) -> None:
+        """Give further copies the constant parameters' own values."""
+        self._redrawn.clear()
+
     def frozen_parameters(self) -> list[str]:
         """List the reference model's frozen parameters that no step decided."""
         decided = Internals(self.schedule).tree.tensors.trained

@@ -173,6 +173,9 @@ class Session:
             own_types = f"the model's own types ({dtype_name(both.reference.coarsest)})"
             why = (f"not in {' or '.join(dtypes)}, because {what}" for what, dtypes in raised.items())
             self.notes.append(f"compared in {own_types if dtype is None else dtype_name(dtype)}; {'; '.join(why)}")
+        if _is_late(self.trials.conclude(both.comparison)):  # weights that start at zero hid it in the first phases
+            self._judge_with_other_values(dtype)
+            self.copies.restore_constants()
         report = self._judge(both)
         self._judge_with_other_values(dtype)
         left = left_to_targets(self.schedule)
@@ -183,7 +186,7 @@ class Session:
         records, reference = self.schedule.records, both.reference
         found = self.trials.conclude(both.comparison)
         strict: Sequence[Record] = ()
-        if found.kind is None or KINDS[found.kind].phase not in EARLY:
+        if found.agrees or _is_late(found):
             strict = self._judge_beside_approximate_steps(reference)  # a later phase may show what they hide
         if not found.agrees:
             self._raise(reference, found, records)
@@ -387,6 +390,11 @@ def _once(violations: Sequence[Violation]) -> list[str]:
         alike.setdefault(_IN_BLOCKS.sub("*", text), []).append(text)
     more = (f" (and {len(same) - 1} like it in other blocks)" * (len(same) > 1) for same in alike.values())
     return [same[0] + other for same, other in zip(alike.values(), more, strict=True)]
+
+
+def _is_late(found: TrialResult) -> bool:
+    """Return whether the first difference is of a later phase than outputs and gradients."""
+    return found.kind is not None and KINDS[found.kind].phase not in EARLY
 
 
 def _owner(found: Difference) -> str | None:

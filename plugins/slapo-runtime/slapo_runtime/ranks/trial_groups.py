@@ -48,7 +48,7 @@ class Failure:
     module: str = ""
 
     def __str__(self) -> str:
-        module = f"'{self.module}'" if self.module else ""
+        module = f"in '{self.module}'" if self.module else ""
         place = ", ".join(filter(None, (module, self.where)))
         return f"{self.kind}: {self.text}" + (f" ({place})" if place else "")
 
