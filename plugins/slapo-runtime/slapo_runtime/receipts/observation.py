@@ -37,7 +37,7 @@ class Kernel:
 
     @property
     def short_name(self) -> str:
-        """Its name without the result's type, and without arguments and those of templates."""
+        """Its name without the result's type, arguments, and template arguments."""
         return re.split(r"[<(]", self.name.replace("(anonymous namespace)::", "").removeprefix("void "))[0]
 
 
