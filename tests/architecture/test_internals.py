@@ -95,7 +95,8 @@ def test_distributions_and_tests_do_not_go_around(folder: str) -> None:
         f"{file.relative_to(ROOT)}: {detour}"
         for file in ROOT.glob(f"{folder}/**/*.py")
         if not file.is_relative_to(ROOT / "tests" / "core")
-        for detour in detours(file.read_text())
+        if "slapo_core." in (source := file.read_text()) or "._core" in source  # others are not parsed
+        for detour in detours(source)
         if detour not in COMMANDS or "slapo_" in folder
     }
     assert not found

@@ -221,6 +221,7 @@ def test_check_says_whether_the_stubs_are_up_to_date(world: World, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_pip_knows_the_stubs_and_removes_them(tmp_path: Path) -> None:
     made = World(tmp_path)
     install = ["stubs", "--install"]

@@ -10,13 +10,13 @@ from tests.integration.orders.drawing import Undo, draw
 from tests.integration.orders.families import FAMILIES, batch_of, family, model_of
 from tests.integration.orders.pairs import MUST_WORK, NAMES, pairs
 from tests.integration.orders.running import applied, preload, run
-from tests.tiers import sampled
 
 preload()
 
-SEEDS = sampled(range(20), 7)
+SEEDS = range(20)
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_drawn_schedules_are_verified_or_refused_at_a_step() -> None:
     draws = [draw(seed, most=5, sizes=(1, 2), without="compile") for seed in SEEDS]  # it takes seconds

@@ -281,8 +281,9 @@ def peak_of_combined(target: str) -> int:
     return counted(target, COMBINED[target], sharded, tokens)
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
-@pytest.mark.parametrize("target", [pytest.param("deepspeed", marks=pytest.mark.breadth), "megatron"])
+@pytest.mark.parametrize("target", ["deepspeed", "megatron"])
 def test_a_traced_and_checkpointed_model_split_over_ranks(target: str) -> None:
     real = run_ranks(peak_of_combined, target, world_size=4)[0]
     found = slapo.estimate(sharded(), tokens(), optimizer=adamw, target=target, rank=0, **COMBINED[target])

@@ -28,6 +28,7 @@ def test_a_bert_trained_on_two_processes_goes_on_with_one(tmp_path: Path) -> Non
     assert len(re.findall("'loss'", printed)) == 4  # of the last four steps
 
 
+@pytest.mark.breadth
 def test_a_llama_with_lora_is_trained_on_two_processes_and_generates(tmp_path: Path) -> None:
     given = ["--cpu", "--vocab-size", "301", "--text", str(text_for(tmp_path)), "--output", str(tmp_path / "out")]
     printed = run_program(EXAMPLES / "sft_llama.py", "--steps", "4", *given, processes=2)

@@ -18,6 +18,7 @@ from tests.integration.zoo.pipelines import cut_verifies
 from tests.integration.zoo.running import Row
 from tests.integration.zoo.subjects import subject
 from tests.integration.zoo.tensor_parallel import split
+from tests.tiers import sampled
 
 preload_modules("tests.integration.zoo.tensor_parallel", "transformers.models.gpt2.modeling_gpt2")
 
@@ -28,7 +29,7 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.breadth), *list(SAMPLE)[1:]])
+@pytest.mark.parametrize("name", sampled(reversed(SAMPLE), 3))
 def test_a_model_in_stages_is_the_reference_model(name: str) -> None:
     assert cut_verifies(subject(name)) == SAMPLE[name]
 

@@ -240,7 +240,7 @@ def test_a_model_of_seventy_billion_parameters_is_scheduled_on_meta() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.breadth)])
 def test_a_cache_of_keys_and_values_that_the_model_returns_splits_nothing_less(name: str) -> None:
     schedules = []
     for use_cache in (False, True):

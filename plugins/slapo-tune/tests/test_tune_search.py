@@ -184,7 +184,8 @@ def test_study_of_a_file_is_pruned_run_verified_and_saved(
     assert not [event for event in events if isinstance(event, Note)]
 
 
-@pytest.mark.parametrize("is_guarded", [True, pytest.param(False, marks=pytest.mark.breadth)])
+@pytest.mark.breadth
+@pytest.mark.parametrize("is_guarded", [True, False])
 def test_script_tunes_its_own_functions(tmp_path: Path, is_guarded: bool, message: Messages) -> None:
     guard = 'if __name__ == "__main__":' if is_guarded else "if True:"
     lines = SCRIPT.format(guard=guard, arguments="lambda: nn.Linear(2, 2), space, schedule, evaluate").splitlines()

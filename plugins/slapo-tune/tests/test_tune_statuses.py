@@ -53,7 +53,10 @@ EXPECTED = {
 }
 
 
-FURTHER = ("rank_1_leaves", "exits", "killed", "typed_no_memory", "batch_raises", "schedule_raises")
+FURTHER = (
+    "loss_is_infinite", "rank_1_leaves", "exits", "killed", "kills_its_group", "typed_no_memory", "batch_raises",
+    "schedule_raises", "thread_without_end",
+)  # fmt: skip
 TRIED = [does for does in EXPECTED if os.environ.get("SLAPO_TEST_WHOLE") or does not in FURTHER]
 
 
