@@ -51,24 +51,31 @@ def gpt_neo() -> nn.Module:
 
 
 class Block(nn.Module):
-    def __init__(self, number: int, odd: int | None) -> None:
+    def __init__(self, number: int, odd: int | None, when: str) -> None:
         super().__init__()
-        self.number, self.odd = number, odd
+        self.number, self.odd, self.when = number, odd, when
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
         y = self.up(self.norm(x)) * scale
-        return x + self.down(torch.relu(y) if self.number == self.odd else y.sigmoid())
+        is_odd = {"always": True, "in evaluation": not self.training, "with one sample": len(x) == 1}[self.when]
+        return x + self.down(torch.relu(y) if self.number == self.odd and is_odd else y.sigmoid())
 
 
 class Blocks(nn.Module):
     """Eight blocks; one may run something else, be read once more or be tied, or a parameter scales them all."""
 
     def __init__(
-        self, odd: int | None = None, read: int | None = None, tied: int | None = None, *, is_scaled: bool = False
+        self,
+        odd: int | None = None,
+        read: int | None = None,
+        tied: int | None = None,
+        *,
+        when: str = "always",
+        is_scaled: bool = False,
     ) -> None:
         super().__init__()
-        self.layers, self.read = nn.ModuleList(Block(number, odd) for number in range(8)), read
+        self.layers, self.read = nn.ModuleList(Block(number, odd, when) for number in range(8)), read
         self.scale = nn.Parameter(torch.ones(32)) if is_scaled else None
         if tied is not None:
             self.get_submodule(f"layers.{tied}.up").weight = self.get_parameter("layers.0.up.weight")
@@ -122,7 +129,15 @@ def scheduled(model: nn.Module, batch: Any) -> tuple[slapo.Schedule, Any]:
 
 @pytest.mark.parametrize(
     ("options", "is_alike"),
-    [({}, True), ({"odd": 5}, False), ({"read": 5}, False), ({"read": 0}, True), ({"tied": 6}, False)],
+    [
+        ({}, True),
+        ({"odd": 5}, False),
+        ({"odd": 5, "when": "in evaluation"}, False),
+        ({"odd": 5, "when": "with one sample"}, False),
+        ({"read": 5}, False),
+        ({"read": 0}, True),
+        ({"tied": 6}, False),
+    ],
 )
 def test_a_block_that_differs_by_its_number_is_found(options: dict[str, Any], is_alike: bool) -> None:
     model, batch = without_memory(Blocks(**options)), torch.ones(3, 16)

@@ -20,6 +20,7 @@ from slapo_models.auto.recording import (
     Call,
     Recording,
     Value,
+    first_row,
     record,
     tensors_in,
     without_memory,
@@ -93,7 +94,8 @@ class Repetition:
         """Reduce a model, and compare what it runs with a recording of the model.
 
         Every block must run what the kept block of its kind runs: the same operators on tensors of the same shapes,
-        that come from the same places: the block itself, the block before, or outside of the blocks.
+        that come from the same places: the block itself, the block before, or outside of the blocks. So it must in
+        evaluation, of one sample.
 
         Args:
             model: the model.
@@ -112,18 +114,25 @@ class Repetition:
             container, _, name = path.rpartition(".")
             skipped = _skipped(few.get_submodule(path), is_tuple=tuples.get(path, False))
             children_of(few.get_submodule(container))[name] = skipped
+        names = tuple(_path(*value.names[0]) for value in dict.fromkeys(recording.values.values()))
+        sample = first_row(inputs)
+        evaluated = inputs if sample is None else sample
         try:
-            recorded = record(few, inputs)
+            found = cls(few, record(few, inputs), blocks, names)
+            is_alike = found._runs_alike(recording, found.recording) and found._runs_alike(
+                record(model, evaluated, training=False), record(few, evaluated, training=False)
+            )
         except Exception:  # noqa: BLE001 - e.g. it reads more of what a block returns
             return None
-        places = places_of(blocks.paths)
-        full, small = _signatures(recording, places), _signatures(recorded, places)
+        return found if is_alike else None
+
+    def _runs_alike(self, recording: Recording, few: Recording) -> bool:
+        """Return whether each block, and the rest, runs what it runs in the reduced model."""
+        places = places_of(self.blocks.paths)
+        full, small = _signatures(recording, places), _signatures(few, places)
         if not full or not small or full[_OUTSIDE] != small[_OUTSIDE]:
-            return None
-        names = tuple(_path(*value.names[0]) for value in dict.fromkeys(recording.values.values()))
-        found = cls(few, recorded, blocks, names)
-        alike = (full[number] == small[found._kept(number)] for number in range(len(blocks.paths)))
-        return found if all(alike) else None
+            return False
+        return all(full[number] == small[self._kept(number)] for number in places.values())
 
     def _kept(self, number: int) -> int:
         """Return the kept block that stands for a block: the first or second of its kind."""
