@@ -45,7 +45,7 @@ class OutputSplits(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         source = args[0] if args else (kwargs or {}).get("input")
         path = getattr(source, "slapo_output_of", None)
-        if path is not None and isinstance(source, torch.Tensor):
+        if path is not None and isinstance(source, torch.Tensor) and not source.is_nested:
             sizes = _split_sizes(func, source, found)
             if len(sizes) > 1:
                 self.sizes.setdefault(path, sizes)
