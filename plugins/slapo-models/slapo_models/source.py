@@ -61,7 +61,18 @@ def python_source(sch: slapo.Schedule, name: str = "schedule") -> str:
     lines = list(writer.lines())
     body = [f"{variable} = sch[{_quoted(pattern)}]" for pattern, variable in writer.variables.items()]
     head = ["import slapo_core as slapo", *sorted(imports), "", "", f"def {name}(sch: slapo.Schedule) -> None:"]
-    return "\n".join([*head, *(f"    {line}" for line in [*body, *lines] or ["pass"])]) + "\n"
+    return (
+        "\n".join(
+            [
+                *head,
+                *(
+                    f"    {line}"
+                    for line in [*body, *lines] or ["pass  # no step: nothing is split, cut or recomputed"]
+                ),
+            ]
+        )
+        + "\n"
+    )
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------

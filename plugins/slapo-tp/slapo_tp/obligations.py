@@ -68,8 +68,10 @@ def full_biases(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
             layout = node.layout(weight_name(node))
             counts = dict(layout.shard_counts).get(mesh_dim)
             shards = f", shards={counts}" if counts is not None else ""
-            if isinstance(counts, tuple):
-                shards = f", packed={dict(layout.packing)[axis][: len(counts)]}{shards}"
+            sizes = dict(layout.packing).get(axis, ())
+            sizes = sizes[: len(counts)] if isinstance(counts, tuple) else sizes
+            if sizes:
+                shards = f", packed={len(sizes) if len(set(sizes)) == 1 else sizes}{shards}"
             yield Violation(
                 f"{_cause(node, mesh_dim)} split the output axis of {place(node.path)}, whose 'bias' is still full",
                 f'write {_address(node.path)}.shard(["{weight_name(node)}", "bias"], axis={axis}{shards}), or add '

@@ -201,7 +201,7 @@ class Shard(Primitive):
             edit.wrap_forward(node, leave_bias_out(kind.without_bias), active=active, inside=True)
         elif role == "output" and bias is not None and split_axis(node, "bias", self.mesh_dim) is None:
             shards = f", shards={self.shards}" if self.shards is not None else ""
-            shards = f", packed={self.packed}{shards}" if isinstance(self.shards, tuple) else shards
+            shards = f", packed={self.packed}{shards}" if self.packed != 1 else shards
             if "bias" not in as_tuple(self.names):
                 edit.note(f"the bias of '{node.path}' is still full: shard('bias', axis=0{shards}) belongs to this")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -270,7 +270,20 @@ def _suggest_axes(schedule: Schedule, mesh_dim: str) -> Iterator[Suggestion]:
         if axis is not None:
             names = (kind.weight, *(("bias",) if role == "output" and own_tensor(node, "bias") is not None else ()))
             other = Shard(names if len(names) > 1 else kind.weight, axis=axis, mesh_dim=mesh_dim)
-            yield Suggestion(tuple(Change(record.path, other, instead_of=record) for record in records))
+            changes = [Change(record.path, other, instead_of=record) for record in records]
+            gathers = _gathers(schedule, {record.path for record in records}, mesh_dim) if role == "input" else []
+            changes += [Change(each.path, Sync("fwd_post", "all_reduce", mesh_dim=mesh_dim), each) for each in gathers]
+            yield Suggestion(tuple(changes))
+
+
+def _gathers(schedule: Schedule, paths: Collection[str], mesh_dim: str) -> list[Record]:
+    """Return the steps that gather outputs at these paths: of partial sums they are reductions."""
+    steps = [(record, record.primitive) for record in schedule.records if record.path in paths]
+    return [
+        record
+        for record, step in steps
+        if isinstance(step, Sync) and step.mesh_dim == mesh_dim and (step.mode, step.op) == ("fwd_post", "all_gather")
+    ]
 
 
 def _suggest_packed(schedule: Schedule, splits: Mapping[str, tuple[int, ...]], mesh_dim: str) -> Iterator[Suggestion]:

@@ -199,11 +199,12 @@ def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> Iterator[V
         return
     if state == "split" and op != "all_gather":
         partial = partial_axis(kind)
-        instead = f', or shard("{kind.weight}", axis={partial}), whose output is a partial sum'
-        scattered = instead if op == "reduce_scatter" and partial is not None else ""
+        split = " of a split input" if partial is not None and kind.role(partial) == "input" else ""
+        instead = f', or shard("{kind.weight}", axis={partial}), whose output is a partial sum{split}'
+        instead = instead if partial is not None else ""
         yield Violation(
             f"the weight is split on its output axis, so each rank has other features, which {op} would add up",
-            f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)}){scattered}',
+            f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)}){instead}',
         )
     elif state == "split" and axis < 0 > kind.feature_axis != axis:
         yield Violation(

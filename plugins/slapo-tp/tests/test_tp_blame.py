@@ -363,6 +363,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Steps]]] = {
             for path, step in split_gpt2()
         ],
     ),
+    "other axis, gathered": (
+        qwen3,
+        lambda: [
+            (path, Shard("weight", axis=0) if step.name == "tp.shard" else Sync("fwd_post", "all_gather"))
+            if path.endswith("o_proj")
+            else (path, step)
+            for path, step in split_qwen3()
+        ],
+    ),
     "other axis of one": (qwen3, lambda: with_other(split_qwen3(), f"{L}.o_proj", "tp.shard", axis=0)),
     "norms of heads": (qwen3, lambda: without(split_qwen3(), *NORMS)),
     "one norm of heads": (qwen3, lambda: without(split_qwen3(), NORMS[3])),
@@ -504,6 +513,11 @@ def test_a_split_of_the_other_axis_is_named_with_the_layer_that_raises(answers: 
     assert "/transformers/" in where  # the innermost line outside of torch and slapo
     write = f"write sch['{L}.o_proj'].shard('weight', axis=1) in place of #13"
     assert suggested(answers["other axis of one"]) == write
+    both = suggested(answers["other axis, gathered"]).split("; ")
+    assert [each.partition(" in place")[0] for each in both] == [
+        f"write sch['model.layers.*.self_attn.o_proj'].{call}"
+        for call in ("shard('weight', axis=1)", "sync('fwd_post', op='all_reduce')")
+    ]
 
 
 def test_gradients_that_only_have_to_be_summed_are_named(answers: dict[str, Any]) -> None:
@@ -512,6 +526,10 @@ def test_gradients_that_only_have_to_be_summed_are_named(answers: dict[str, Any]
     ]
     norm = "add sch['layers.*.norm'].sync_gradient(('bias', 'weight'))"
     assert suggested(answers["norms of the sequence"]) == norm
+    lines = answers["norms of heads"][0].splitlines()
+    assert (
+        "  a step is missing, tried on fresh copies of the model:" in lines
+    )  # no step is listed: none is at the norms
 
 
 @pytest.mark.breadth

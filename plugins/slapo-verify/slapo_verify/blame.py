@@ -64,10 +64,23 @@ class Blame:
                 "scheduled model, or its weights, were changed outside of the schedule"
             )
         likewise = [f"  and likewise at {_folded(self.likewise)}"] if self.likewise else []
-        copy = "a copy with the steps around it alone" if self.of_part else "a copy"
         changes = _changes(self.suggestion.changes, self.paths) if self.suggestion is not None else ()
-        fixed = [f"  suggestion, tried on {copy}, which then agrees: {'; '.join(changes)}"] if changes else []
-        return "\n".join([f"  {self._how()}", *record_lines(self.records), *likewise, *fixed])
+        tried = "a copy with only the steps around it, which then agrees; other mistakes may remain"
+        tried = tried if self.of_part else "a copy, which then agrees"
+        fixed = [f"  suggestion, tried on {tried}: {'; '.join(changes)}"] if changes else []
+        return "\n".join([f"  {self._how()}", *record_lines(self._shown()), *likewise, *fixed])
+
+    def _adds(self) -> bool:
+        """Return whether steps are missing, and none is wrong."""
+        return self.suggestion is not None and all(change.instead_of is None for change in self.suggestion.changes)
+
+    def _shown(self) -> Sequence[Record]:
+        """Return the steps to list: none where steps are missing at other modules only."""
+        if not self.proven or self.suggestion is None or not self._adds():
+            return self.records
+        missing = {block_pattern(change.path) for change in self.suggestion.changes}
+        is_there = any(block_pattern(record.path) in missing for record in self.records)
+        return self.records if is_there else ()
 
     def _how(self) -> str:
         if self.placed:
@@ -76,16 +89,16 @@ class Blame:
         ended = "; search stopped: verify(..., blame_seconds=None) goes on" if self.stopped else ended
         if not self.proven and self.among:
             return (
-                f"no single step explains it: {self.among} steps are wrong only in combination ({self.trials} trials"
-                f"{ended}); those nearest to this tensor are:"
+                f"no single step explains it: {self.among} steps are wrong only in combination, or there are several "
+                f"mistakes ({self.trials} trials{ended}); those nearest to this tensor, not necessarily wrong, are:"
             )
         if not self.proven:
             found = f"the cause could not be narrowed down in {self.trials} trials{ended}"
             if not self.records:
                 return f"{found}: it may be any of the steps"
             return f"{found}; the steps nearest to this tensor are:"
-        if self.suggestion is not None and all(change.instead_of is None for change in self.suggestion.changes):
-            return f"a step is missing{' at these' if self.records else ''}, tried on fresh copies of the model:"
+        if self._adds():
+            return f"a step is missing{' at these' if self._shown() else ''}, tried on fresh copies of the model:"
         return "the steps that cause it, tried on fresh copies of the model:"
 
 
