@@ -75,21 +75,22 @@ def pytest_collection_finish() -> None:
 
 
 _LEAST, _OF = 2, 4
+_MANY = 6  # cases of a unit test, of which every second stays
 
 
 def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Leave out up to three quarters of the cases of each parametrized test that is no unit test, where there are many.
+    """Leave out up to three quarters of the cases of each parametrized test, and half of a unit test's, where there are many.
 
     Cases stay whose last parameter stays least often: of a kit's checks, which several plugins run, each runs.
     """
     tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("ranks") or item.get_closest_marker("slow"):
-            tests[item.nodeid.partition("[")[0]].append(item)
+        tests[item.nodeid.partition("[")[0]].append(item)
     stay: Counter[Any] = Counter()
     for name, cases in sorted(tests.items()):
-        if len(cases) > _LEAST:
-            step = min(_OF, len(cases) // _LEAST + 1)
+        is_unit = not (cases[0].get_closest_marker("ranks") or cases[0].get_closest_marker("slow"))
+        if len(cases) > (_MANY if is_unit else _LEAST):
+            step = 2 if is_unit else min(_OF, len(cases) // _LEAST + 1)
             turns = {item: turn % step for turn, item in enumerate(sorted(cases, key=_nodeid), crc32(name.encode()))}
             for _ in range(len(cases) // step):
                 chosen = min(cases, key=lambda item: (stay[_tried(item)], turns[item], item.nodeid))

@@ -229,6 +229,7 @@ def of_replicas(dp: int, **config: Any) -> int:
     return slapo.estimate(replicas(dp), few(), target="deepspeed", config=config, rank=0, **SGD).memory.total
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_a_step_of_zero_3_takes_less_with_more_replicas() -> None:
     """The whole model is there before its parameters are partitioned, and is not part of a step."""
@@ -355,6 +356,7 @@ def mesh(p: Any) -> dict[str, int]:
     return {"dp": 2}
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_a_study_of_the_target_starts_what_fits_by_its_own_estimate(tmp_path: Path) -> None:
     study = Study(

@@ -14,7 +14,9 @@ preload_modules("transformers.models.llama.modeling_llama", "slapo_tp", "slapo_p
 preload_modules("tests.support.cpu_megatron", "slapo_megatron.pipeline")
 
 
-@pytest.mark.parametrize("targets", [["torch"], ["torch", "deepspeed", "megatron"]], ids=len)
+@pytest.mark.parametrize(
+    "targets", [["torch"], pytest.param(["torch", "deepspeed", "megatron"], marks=pytest.mark.breadth)], ids=len
+)
 def test_eight_processes_train_as_one_does(
     targets: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def misplaced(directory: Path) -> dict[str, list[str]]:
         return written_and_read((), [("megatron tp2", "megatron tp2")], directory)
 
 
+@pytest.mark.breadth
 def test_checkpoints_go_from_any_sizes_to_any_others(tmp_path: Path) -> None:
     """Two ranks write, four write and read those, two read those of four."""
     if WHOLE:

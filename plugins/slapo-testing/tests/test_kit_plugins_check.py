@@ -241,6 +241,7 @@ def test_command_prints_table_and_failures_and_exits_with_1(fake_distributions: 
     assert done.stdout.splitlines()[-1] == "6 checks of acme-slapo 1.0: 2 failed, 1 skipped"
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_command_prints_json_for_all_plugins(
     fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
