@@ -79,7 +79,7 @@ _MANY = 6  # cases of a unit test, of which every second stays
 
 
 def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Leave out up to three quarters of the cases of each parametrized test, and half of a unit test's, where there are many.
+    """Leave out up to three quarters of the cases of a parametrized test where there are many, of a unit test half.
 
     Cases stay whose last parameter stays least often: of a kit's checks, which several plugins run, each runs.
     """
