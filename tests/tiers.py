@@ -75,7 +75,7 @@ def pytest_collection_finish() -> None:
 
 
 _LEAST, _OF = 2, 4
-_MANY = 6  # cases of a unit test, of which every second stays
+_MANY = 4  # cases of a unit test, of which every second stays
 
 
 def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:

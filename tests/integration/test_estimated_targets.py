@@ -176,6 +176,7 @@ def of_deepspeed(name: str) -> slapo.Estimate:
     return estimate(DEEPSPEED[name], "deepspeed")
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_peaks_of_deepspeed_are_those_of_two_real_processes() -> None:
     real = run_ranks(peaks_of_deepspeed, world_size=2)[0]

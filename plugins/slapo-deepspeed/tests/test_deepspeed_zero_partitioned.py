@@ -198,6 +198,7 @@ def _found() -> list[dict[str, Any]]:
     return run_ranks(_on_ranks, world_size=2)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("steps", STEPS, ids=lambda steps: steps.__name__)
 def test_steps_train_as_under_target_torch(steps: Callable[[slapo.Schedule], None]) -> None:
     for rank in _found():

@@ -74,6 +74,7 @@ def run_pytest(directory: Path, *arguments: str, extra: str = "pass") -> subproc
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_a_good_primitive_of_a_test_file_passes_each_check_of_each_case(tmp_path: Path) -> None:
     """Its directory is not on ``sys.path``: ranks and fresh processes import its classes from the file."""
