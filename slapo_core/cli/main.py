@@ -19,7 +19,7 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from slapo_core.cli import diff, plugins, stubs, vocabulary
+from slapo_core.cli import plugins, steps, stubs, vocabulary
 from slapo_core.cli.arguments import AsJson
 from slapo_core.cli.output import print_json
 from slapo_core.errors import SlapoError, UnknownNameError, UnusablePluginError
@@ -186,8 +186,8 @@ def make_app() -> typer.Typer:
     family.command("show")(plugins.show)
     root.command("primitives")(vocabulary.primitives)
     root.command("dialects")(vocabulary.dialects)
-    root.command("explain")(diff.explain)
-    root.command("diff")(diff.diff)
+    root.command("explain")(steps.explain)
+    root.command("diff")(steps.diff)
     root.command("stubs")(stubs.stubs)
     root.command("doctor")(_doctor)
     return root

@@ -234,7 +234,7 @@ def test_a_packed_weight_s_bias_is_asked_for_with_its_sizes(packed: Any) -> None
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 8)), mesh={"tp": 2})
     sch["0"].shard("weight", axis=0, packed=packed)
     (first,) = obligations(sch)
-    assert str(first).count(f"axis=0, packed={packed})") == 3  # the step's own, and both calls that mend it
+    assert str(first).count(f"axis=0, packed={packed})") == 3  # the step's own, and both corrected calls
     assert f"shard('bias', axis=0, packed={packed})" in sch.records[-1].edits[-1]
     sch["0"].shard("bias", axis=0, packed=packed)
     assert not obligations(sch)
